@@ -1,0 +1,18 @@
+// Matrix products. For op code; not installed.
+#pragma once
+
+#include "torus/core/tensor.h"
+
+namespace torus {
+
+struct ProductOptions {
+  bool accumulate = false;  // c += a @ b instead of c = a @ b
+  Tensor bias = {};         // [N], added to every row of c; undefined for none
+};
+
+/// c [..., M, N] = a [..., M, K] @ b [..., K, N] + bias, all of one floating dtype. Leading axes broadcast to c's.
+/// Operands may have any strides: one with a unit stride along rows or columns is used in place, any other is
+/// copied. c has no overlap. 16-bit operands are summed in f32. The bits do not depend on the thread count.
+void product(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& options = {});
+
+}  // namespace torus

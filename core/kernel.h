@@ -1,0 +1,49 @@
+// The table through which op code reaches the kernel of a device.
+#pragma once
+
+#include <string>
+#include <typeindex>
+
+#include "torus/core/device.h"
+
+namespace torus {
+
+namespace detail {
+using AnyFunction = void (*)();
+void register_kernel(const char* name, DeviceKind kind, std::type_index signature, AnyFunction function);
+/// Throws "[name] has no cuda kernel in this build" where none was registered.
+AnyFunction find_kernel(const char* name, DeviceKind kind, std::type_index signature);
+}  // namespace detail
+
+/// One kernel of an op, by the name "op.part". The op's .cpp makes it with the CPU function; a .cu file adds its
+/// launcher with `CudaKernel` of the same name and signature, so op code needs neither #ifdef nor stub.
+template <class Signature>
+class Kernel;
+
+template <class... Args>
+class Kernel<void(Args...)> {
+ public:
+  using Function = void (*)(Args...);
+  constexpr Kernel(const char* name, Function cpu_function) : name_(name), cpu_(cpu_function) {}
+
+  void operator()(Device device, Args... args) const {
+    if (device.kind == DeviceKind::cpu) return cpu_(args...);
+    const auto found = detail::find_kernel(name_, device.kind, typeid(void(Args...)));
+    reinterpret_cast<Function>(found)(args...);
+  }
+
+ private:
+  const char* name_;
+  Function cpu_;
+};
+
+/// Registers a launcher at start-up: `static const CudaKernel<void(...)> r{"layer_norm.forward", launch};`.
+template <class Signature>
+struct CudaKernel {
+  CudaKernel(const char* name, Signature* launcher) {
+    detail::register_kernel(name, DeviceKind::cuda, typeid(Signature),
+                            reinterpret_cast<detail::AnyFunction>(launcher));
+  }
+};
+
+}  // namespace torus

@@ -1,0 +1,160 @@
+#include "torus/core/memory.h"
+
+#include <array>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <ostream>
+#include <vector>
+
+#include "torus/core/error.h"
+
+namespace torus {
+
+const char* name(DeviceKind kind) { return kind == DeviceKind::cpu ? "cpu" : "cuda"; }
+
+std::ostream& operator<<(std::ostream& out, Device device) {
+  out << name(device.kind);
+  if (device.kind != DeviceKind::cpu) out << ':' << device.index;
+  return out;
+}
+
+namespace {
+
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t cache_limit = 0;  // so that the sanitizer sees every use after free
+#else
+constexpr size_t cache_limit = size_t{512} << 20;
+#endif
+
+// Freed blocks are kept by size, because the same sizes come back every training step and fresh pages cost
+// more than the arithmetic on them. Small blocks are left to malloc, which does this itself.
+class HostAllocator final : public Allocator {
+ public:
+  void* allocate(size_t bytes, int) override {
+    bytes = rounded(bytes);
+    if (bytes >= cached_from) {
+      std::lock_guard lock(mutex_);
+      if (auto found = free_.find(bytes); found != free_.end() && !found->second.empty()) {
+        void* data = found->second.back();
+        found->second.pop_back();
+        cached_ -= bytes;
+        return data;
+      }
+    }
+    void* data = std::aligned_alloc(64, bytes);
+    if (!data) {  // what is cached may be all that is missing
+      release_cached(0);
+      data = std::aligned_alloc(64, bytes);
+    }
+    check(data, Error::Kind::Memory, "[memory] cannot allocate ", bytes, " bytes on cpu; tensors hold ",
+          memory_stats(cpu).live_bytes);
+    return data;
+  }
+
+  void free(void* data, size_t bytes, int) override {
+    bytes = rounded(bytes);
+    if (bytes >= cached_from) {
+      std::lock_guard lock(mutex_);
+      if (cached_ + bytes <= cache_limit) {
+        free_[bytes].push_back(data);
+        cached_ += bytes;
+        return;
+      }
+    }
+    std::free(data);
+  }
+
+  size_t cached_bytes(int) const override {
+    std::lock_guard lock(mutex_);
+    return cached_;
+  }
+
+  void release_cached(int) override {
+    std::lock_guard lock(mutex_);
+    for (auto& [bytes, blocks] : free_)
+      for (void* data : blocks) std::free(data);
+    free_.clear();
+    cached_ = 0;
+  }
+
+ private:
+  static constexpr size_t cached_from = 4096;
+
+  // Sizes in steps of an eighth of their power of two, so that similar sizes share a list.
+  static size_t rounded(size_t bytes) {
+    size_t step = 64;
+    while (step * 16 <= bytes) step *= 2;
+    return (bytes + step - 1) / step * step;
+  }
+
+  mutable std::mutex mutex_;
+  std::map<size_t, std::vector<void*>> free_;
+  size_t cached_ = 0;
+};
+
+struct Counters {
+  std::atomic<int64_t> live{0}, peak{0}, blocks{0};
+  void add(int64_t bytes) {
+    const int64_t now = live.fetch_add(bytes) + bytes;
+    int64_t seen = peak.load();
+    while (now > seen && !peak.compare_exchange_weak(seen, now)) {
+    }
+  }
+};
+
+constexpr int max_devices = 16;
+
+// Never destroyed: tensors in static variables may outlive any static of ours.
+struct Registry {
+  std::array<std::unique_ptr<Allocator>, device_kinds> allocators;
+  Counters counters[device_kinds][max_devices];
+  Registry() { allocators[0] = std::make_unique<HostAllocator>(); }
+};
+Registry& registry() {
+  static auto* instance = new Registry;
+  return *instance;
+}
+
+Allocator& allocator(Device device) {
+  auto& found = registry().allocators[static_cast<int>(device.kind)];
+  check(found != nullptr, Error::Kind::Device, "[memory] no ", name(device.kind), " in this build");
+  check(device.index >= 0 && device.index < max_devices, Error::Kind::Device,
+        "[memory] device index must be in [0, ", max_devices, "), got ", device.index);
+  return *found;
+}
+
+Counters& counters(Device device) { return registry().counters[static_cast<int>(device.kind)][device.index]; }
+
+}  // namespace
+
+void set_allocator(DeviceKind kind, std::unique_ptr<Allocator> allocator) {
+  registry().allocators[static_cast<int>(kind)] = std::move(allocator);
+}
+
+MemoryStats memory_stats(Device device) {
+  const auto cached = allocator(device).cached_bytes(device.index);
+  const auto& c = counters(device);
+  return {c.live, c.peak, c.blocks, static_cast<int64_t>(cached)};
+}
+
+void reset_peak_memory(Device device) {
+  auto& c = counters(device);
+  c.peak = c.live.load();
+}
+
+void release_cached_memory(Device device) { allocator(device).release_cached(device.index); }
+
+Storage::Storage(size_t bytes, Device device)
+    : data_(bytes ? allocator(device).allocate(bytes, device.index) : nullptr), bytes_(bytes), device_(device) {
+  counters(device).add(static_cast<int64_t>(bytes));
+  ++counters(device).blocks;
+}
+
+Storage::~Storage() {
+  if (data_) allocator(device_).free(data_, bytes_, device_.index);
+  counters(device_).live -= static_cast<int64_t>(bytes_);
+  --counters(device_).blocks;
+}
+
+}  // namespace torus

@@ -1,0 +1,173 @@
+// Vectors of the processor and the small matrix product that kernels are made of. For kernels on the CPU; not
+// installed.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+namespace torus::simd {
+
+#if defined(__AVX512F__)
+inline constexpr int vector_bytes = 64;
+inline constexpr int panel_vectors = 4;  // 4 rows x 4 vectors of sums, in 32 registers
+#elif defined(__AVX__)
+inline constexpr int vector_bytes = 32;
+inline constexpr int panel_vectors = 2;  // in 16 registers
+#else
+inline constexpr int vector_bytes = 16;
+inline constexpr int panel_vectors = 2;
+#endif
+
+template <class T>
+inline constexpr int lanes = vector_bytes / static_cast<int>(sizeof(T));
+
+// GCC drops attributes of template arguments, so each vector type is spelled out.
+typedef float FloatVector __attribute__((vector_size(vector_bytes)));
+typedef double DoubleVector __attribute__((vector_size(vector_bytes)));
+typedef int32_t Int32Vector __attribute__((vector_size(vector_bytes)));
+typedef uint32_t UInt32Vector __attribute__((vector_size(vector_bytes)));
+typedef int64_t Int64Vector __attribute__((vector_size(vector_bytes)));
+
+template <class T>
+using Vector = std::conditional_t<std::is_same_v<T, float>, FloatVector, DoubleVector>;
+/// Integers as wide as T: what comparing two Vector<T> gives.
+template <class T>
+using IntVector = std::conditional_t<std::is_same_v<T, float>, Int32Vector, Int64Vector>;
+
+template <class T>
+Vector<T> load(const T* from) {
+  Vector<T> result;
+  __builtin_memcpy(&result, from, sizeof(result));
+  return result;
+}
+
+template <class T>
+void store(T* to, Vector<T> value) {
+  __builtin_memcpy(to, &value, sizeof(value));
+}
+
+template <class T>
+Vector<T> splat(T value) {
+  return value - Vector<T>{};
+}
+
+template <class V>
+V larger(V a, V b) {
+  return a > b ? a : b;
+}
+
+/// Lane i is all ones where bit i is set.
+template <class T>
+IntVector<T> lanes_of_bits(uint64_t bits) {
+  IntVector<T> place;
+  for (int i = 0; i < lanes<T>; ++i) place[i] = 1 << i;
+  using Int = std::remove_reference_t<decltype(place[0])>;
+  return (place & static_cast<Int>(bits)) != 0;
+}
+
+/// exp, a few units in the last place; 0 below the smallest normal result, infinity above the largest, NaN of NaN.
+inline FloatVector exp(FloatVector x) {
+  const FloatVector shift = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+  const FloatVector biased = x * 1.44269504f + shift, n = biased - shift;
+  FloatVector r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  FloatVector p = splat(1.98756915e-4f);
+  p = p * r + 1.39819995e-3f;
+  p = p * r + 8.33345190e-3f;
+  p = p * r + 4.16657960e-2f;
+  p = p * r + 1.66666655e-1f;
+  p = p * r + 5.00000000e-1f;
+  p = p * (r * r) + r + 1.f;
+  const Int32Vector exponent = std::bit_cast<Int32Vector>(biased) << 23;
+  FloatVector y = std::bit_cast<FloatVector>(std::bit_cast<Int32Vector>(p) + exponent);
+  y = x < -87.3365f ? FloatVector{} : y;
+  y = x > 88.7228f ? splat(std::numeric_limits<float>::infinity()) : y;
+  return x == x ? y : x;
+}
+
+inline DoubleVector exp(DoubleVector x) {
+  const DoubleVector shift = splat(6755399441055744.0);  // 1.5 * 2^52
+  const DoubleVector biased = x * 1.4426950408889634 + shift, n = biased - shift;
+  DoubleVector r = x - n * 0.693147180369123816490;
+  r = r - n * 1.90821492927058770002e-10;
+  // Taylor's series to r^13: |r| <= ln(2) / 2, so the next term is below 5e-18.
+  DoubleVector p = splat(1.0 / 6227020800);
+  p = p * r + 1.0 / 479001600;
+  p = p * r + 1.0 / 39916800;
+  p = p * r + 1.0 / 3628800;
+  p = p * r + 1.0 / 362880;
+  p = p * r + 1.0 / 40320;
+  p = p * r + 1.0 / 5040;
+  p = p * r + 1.0 / 720;
+  p = p * r + 1.0 / 120;
+  p = p * r + 1.0 / 24;
+  p = p * r + 1.0 / 6;
+  p = p * r + 0.5;
+  p = p * (r * r) + r + 1.0;
+  const Int64Vector exponent = std::bit_cast<Int64Vector>(biased) << 52;
+  DoubleVector y = std::bit_cast<DoubleVector>(std::bit_cast<Int64Vector>(p) + exponent);
+  y = x < -708.396 ? DoubleVector{} : y;
+  y = x > 709.782 ? splat(std::numeric_limits<double>::infinity()) : y;
+  return x == x ? y : x;
+}
+
+/// How the scalar operand of `multiply_panel` is found: element (i, r) is rows[i][r] or rows[r][i].
+enum class Rows { by_output, by_sum };
+
+/// c[i][j] (+)= sum over r < depth of a(i, r) * b[r][j], for `M` rows i and `N` vectors of columns j.
+template <class T, int M, int N, Rows by>
+void multiply_micro(const T* const* rows, int64_t first_row, int64_t depth, const T* b, int64_t b_stride, T* c,
+                    int64_t c_stride, bool accumulate) {
+  Vector<T> sum[M][N];
+#pragma GCC unroll 8
+  for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) sum[i][j] = accumulate ? load(c + i * c_stride + j * lanes<T>) : Vector<T>{};
+  const T* a[M];
+  if constexpr (by == Rows::by_output)
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i) a[i] = rows[first_row + i];
+  for (int64_t r = 0; r < depth; ++r) {
+    Vector<T> right[N];
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) right[j] = load(b + r * b_stride + j * lanes<T>);
+#pragma GCC unroll 8
+    for (int i = 0; i < M; ++i) {
+      const Vector<T> left = splat(by == Rows::by_output ? a[i][r] : rows[r][first_row + i]);
+#pragma GCC unroll 8
+      for (int j = 0; j < N; ++j) sum[i][j] += left * right[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < M; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < N; ++j) store(c + i * c_stride + j * lanes<T>, sum[i][j]);
+}
+
+template <class T, int N, Rows by>
+void multiply_columns(const T* const* rows, int64_t count, int64_t depth, const T* b, int64_t b_stride, T* c,
+                      int64_t c_stride, bool accumulate) {
+  int64_t i = 0;
+  for (; i + 4 <= count; i += 4)
+    multiply_micro<T, 4, N, by>(rows, i, depth, b, b_stride, c + i * c_stride, c_stride, accumulate);
+  for (; i < count; ++i)
+    multiply_micro<T, 1, N, by>(rows, i, depth, b, b_stride, c + i * c_stride, c_stride, accumulate);
+}
+
+/// c [count, width] (+)= a [count, depth] @ b [depth, width], the rows of `a` wherever pointers say. `width` is a multiple
+/// of `lanes<T>`. Sums run over r in ascending order, each step one fused multiply-add.
+template <class T, Rows by>
+void multiply_panel(const T* const* rows, int64_t count, int64_t depth, const T* b, int64_t b_stride, T* c,
+                    int64_t c_stride, int64_t width, bool accumulate) {
+  constexpr int wide = panel_vectors;
+  int64_t j = 0;
+  for (; j + wide * lanes<T> <= width; j += wide * lanes<T>)
+    multiply_columns<T, wide, by>(rows, count, depth, b + j, b_stride, c + j, c_stride, accumulate);
+  for (; j < width; j += lanes<T>)
+    multiply_columns<T, 1, by>(rows, count, depth, b + j, b_stride, c + j, c_stride, accumulate);
+}
+
+}  // namespace torus::simd
