@@ -1,0 +1,147 @@
+// The tape: ops append nodes while one is alive, backward walks them in reverse.
+#pragma once
+
+#include <functional>
+#include <initializer_list>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "torus/autograd/variable.h"
+#include "torus/core/random.h"
+
+namespace torus {
+
+/// A tensor that backward needs, kept with its version: `get` throws Error{Version}, naming the op that saved it,
+/// if anyone wrote to the storage since.
+class Saved {
+ public:
+  Saved() = default;
+  explicit Saved(const Tensor& tensor) : tensor_(tensor), version_(tensor.defined() ? tensor.version() : 0) {}
+  const Tensor& get() const;
+  bool defined() const { return tensor_.defined(); }
+
+ private:
+  Tensor tensor_;
+  uint64_t version_ = 0;
+};
+
+/// What a node's backward receives: the gradient of each output and which inputs want one.
+class OutputGrads {
+ public:
+  OutputGrads(std::span<const Tensor> grads, const std::vector<bool>& wanted) : grads_(grads), wanted_(wanted) {}
+  /// The gradient of an output, in any strides; undefined where the loss does not depend on that output.
+  const Tensor& operator[](size_t output) const { return grads_[output]; }
+  bool wants(size_t input) const { return wanted_[input]; }
+
+ private:
+  std::span<const Tensor> grads_;
+  const std::vector<bool>& wanted_;
+};
+
+/// Returns one gradient an input, undefined where none is wanted or it is zero. A gradient may have any shape that
+/// the input broadcast to: the engine sums it back.
+using BackwardFunction = std::function<std::vector<Tensor>(const OutputGrads&)>;
+
+/// An append-only record of the ops that ran on this thread while it was alive and innermost. First order only.
+class Tape {
+ public:
+  Tape();
+  ~Tape();
+  Tape(const Tape&) = delete;
+  Tape& operator=(const Tape&) = delete;
+
+  struct BackwardOptions {
+    Tensor seed = {};         // gradient of the loss; undefined: 1, and the loss must have one element
+    bool keep_graph = false;  // keep what the nodes saved, so that backward can run again
+  };
+
+  /// Adds d(loss)/d(leaf) into the gradient of every leaf and Parameter that `loss` depends on. Walks the nodes
+  /// in reverse, once, without recursion; frees what each node saved as it passes.
+  void backward(const Variable& loss, const BackwardOptions& options);
+  void backward(const Variable& loss) { backward(loss, BackwardOptions{}); }
+  /// The same for several outputs at once; `seeds` holds the gradient of each, undefined for none.
+  void backward(const std::vector<Variable>& outputs, const std::vector<Tensor>& seeds, bool keep_graph = false);
+
+  /// Nodes recorded whose saved tensors are still held.
+  int64_t live_nodes() const;
+
+  /// The innermost tape of this thread, or nullptr where nothing records (no tape, or NoGrad inside it).
+  static Tape* current();
+
+  /// For `record` only: appends a node and returns its outputs.
+  std::vector<Variable> append(const char* op, std::span<const Variable> inputs, std::span<const Tensor> outputs,
+                               BackwardFunction backward);
+
+ private:
+  struct Edge {
+    bool wanted = false;
+    int32_t node = -1, output = 0;           // a value of this tape
+    std::shared_ptr<detail::GradSlot> slot;  // a leaf
+    Shape shape;
+    DType dtype = f32;
+  };
+  struct Node {
+    const char* op;
+    std::vector<Edge> inputs;
+    size_t first_output, output_count;  // into the table of gradients
+    BackwardFunction backward;          // empty once consumed
+  };
+
+  void accumulate(const Node& node, size_t input, Tensor grad, std::vector<Tensor>& table);
+
+  uint64_t id_;
+  std::vector<Node> nodes_;
+  size_t output_count_ = 0;
+  bool refuses_outer_ = false;  // inside recompute, where the gradient of a captured value would be lost
+
+  friend std::vector<Variable> recompute_list(
+      std::function<std::vector<Variable>(const std::vector<Variable>&)> function, std::vector<Variable> inputs,
+      Generator& generator);
+};
+
+/// While alive, nothing records on this thread (a Tape made inside it does).
+class NoGrad {
+ public:
+  NoGrad();
+  ~NoGrad();
+  NoGrad(const NoGrad&) = delete;
+  NoGrad& operator=(const NoGrad&) = delete;
+};
+
+/// True if an op on these inputs will be recorded: ask before computing what only backward needs. Throws if an
+/// input belongs to a tape that is gone.
+bool recording(const char* op, std::span<const Variable> inputs);
+inline bool recording(const char* op, std::initializer_list<Variable> inputs) {
+  return recording(op, std::span(inputs.begin(), inputs.size()));
+}
+
+/// Ends an op: wraps its outputs, and appends a node if one is to be recorded. `op` must outlive the tape.
+/// Undefined inputs are allowed: they want no gradient.
+std::vector<Variable> record(const char* op, std::span<const Variable> inputs, std::span<const Tensor> outputs,
+                             BackwardFunction backward);
+Variable record(const char* op, std::span<const Variable> inputs, const Tensor& output, BackwardFunction backward);
+inline Variable record(const char* op, std::initializer_list<Variable> inputs, const Tensor& output,
+                       BackwardFunction backward) {
+  return record(op, std::span(inputs.begin(), inputs.size()), output, std::move(backward));
+}
+
+/// `function(inputs)` without keeping what its ops save: backward runs it again, with the generator where it was,
+/// so dropout repeats. Always recorded while a tape is alive, because parameters inside may want gradients.
+/// `function` must depend on values of the outer tape only through `inputs`; a captured one throws.
+std::vector<Variable> recompute_list(
+    std::function<std::vector<Variable>(const std::vector<Variable>&)> function, std::vector<Variable> inputs,
+    Generator& generator = default_generator());
+
+/// The same for a function of Variables that returns one: `recompute(block, x)`.
+template <class F, class... Inputs>
+Variable recompute(F function, const Inputs&... inputs) {
+  auto spread = [function](const std::vector<Variable>& list) {
+    return [&]<size_t... I>(std::index_sequence<I...>) {
+      return std::vector<Variable>{function(list[I]...)};
+    }(std::index_sequence_for<Inputs...>{});
+  };
+  return recompute_list(spread, {inputs...})[0];
+}
+
+}  // namespace torus
