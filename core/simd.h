@@ -54,6 +54,17 @@ Vector<T> splat(T value) {
   return value - Vector<T>{};
 }
 
+/// x as its own rounded result: the compiler may not fuse its product with a following sum.
+template <class V>
+V rounded(V x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#else
+  asm("" : "+m"(x));
+#endif
+  return x;
+}
+
 template <class V>
 V larger(V a, V b) {
   return a > b ? a : b;
@@ -68,7 +79,8 @@ IntVector<T> lanes_of_bits(uint64_t bits) {
   return (place & static_cast<Int>(bits)) != 0;
 }
 
-/// exp, a few units in the last place; 0 below the smallest normal result, infinity above the largest, NaN of NaN.
+/// exp, a few units in the last place; 0 below the smallest normal result, infinity above the largest, NaN of
+/// NaN.
 inline FloatVector exp(FloatVector x) {
   const FloatVector shift = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
   const FloatVector biased = x * 1.44269504f + shift, n = biased - shift;
@@ -114,13 +126,57 @@ inline DoubleVector exp(DoubleVector x) {
   return x == x ? y : x;
 }
 
+// Four elements, whatever the width of a Vector.
+typedef float FloatQuad __attribute__((vector_size(16)));
+typedef double DoubleQuad __attribute__((vector_size(32)));
+typedef int32_t Int32Quad __attribute__((vector_size(16)));
+typedef int64_t Int64Quad __attribute__((vector_size(32)));
+
+/// to[j][i] = from[i][j] for i < rows and j < columns; strides in elements.
+template <class To, class From>
+void transpose(To* to, int64_t to_stride, const From* from, int64_t from_stride, int64_t rows,
+               int64_t columns) {
+  int64_t block_rows = 0, block_columns = 0;
+  if constexpr (std::is_same_v<To, From> && std::is_floating_point_v<To>) {
+    using Quad = std::conditional_t<std::is_same_v<To, float>, FloatQuad, DoubleQuad>;
+    using Places = std::conditional_t<std::is_same_v<To, float>, Int32Quad, Int64Quad>;
+    block_rows = rows / 4 * 4, block_columns = columns / 4 * 4;
+    for (int64_t i = 0; i < block_rows; i += 4)
+      for (int64_t j = 0; j < block_columns; j += 4) {
+        Quad row[4];
+        for (int64_t l = 0; l < 4; ++l)
+          __builtin_memcpy(&row[l], from + (i + l) * from_stride + j, sizeof(Quad));
+        const Quad a = __builtin_shuffle(row[0], row[1], Places{0, 4, 1, 5});
+        const Quad b = __builtin_shuffle(row[2], row[3], Places{0, 4, 1, 5});
+        const Quad c = __builtin_shuffle(row[0], row[1], Places{2, 6, 3, 7});
+        const Quad d = __builtin_shuffle(row[2], row[3], Places{2, 6, 3, 7});
+        const Quad column[4] = {
+            __builtin_shuffle(a, b, Places{0, 1, 4, 5}), __builtin_shuffle(a, b, Places{2, 3, 6, 7}),
+            __builtin_shuffle(c, d, Places{0, 1, 4, 5}), __builtin_shuffle(c, d, Places{2, 3, 6, 7})};
+        for (int64_t l = 0; l < 4; ++l)
+          __builtin_memcpy(to + (j + l) * to_stride + i, &column[l], sizeof(Quad));
+      }
+  }
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = i < block_rows ? block_columns : 0; j < columns; ++j)
+      to[j * to_stride + i] = static_cast<To>(from[i * from_stride + j]);
+}
+
+/// Whether no element is infinite or NaN.
+template <class T>
+bool all_finite(const T* from, int64_t count) {
+  int bad = 0;
+  for (int64_t i = 0; i < count; ++i) bad |= !(std::abs(from[i]) <= std::numeric_limits<T>::max());
+  return !bad;
+}
+
 /// How the scalar operand of `multiply_panel` is found: element (i, r) is rows[i][r] or rows[r][i].
 enum class Rows { by_output, by_sum };
 
 /// c[i][j] (+)= sum over r < depth of a(i, r) * b[r][j], for `M` rows i and `N` vectors of columns j.
 template <class T, int M, int N, Rows by>
-void multiply_micro(const T* const* rows, int64_t first_row, int64_t depth, const T* b, int64_t b_stride, T* c,
-                    int64_t c_stride, bool accumulate) {
+void multiply_micro(const T* const* rows, int64_t first_row, int64_t depth, const T* b, int64_t b_stride,
+                    T* c, int64_t c_stride, bool accumulate) {
   Vector<T> sum[M][N];
 #pragma GCC unroll 8
   for (int i = 0; i < M; ++i)
@@ -147,18 +203,20 @@ void multiply_micro(const T* const* rows, int64_t first_row, int64_t depth, cons
     for (int j = 0; j < N; ++j) store(c + i * c_stride + j * lanes<T>, sum[i][j]);
 }
 
+// Narrow panels take more rows at once, so that as many sums are in flight.
 template <class T, int N, Rows by>
 void multiply_columns(const T* const* rows, int64_t count, int64_t depth, const T* b, int64_t b_stride, T* c,
                       int64_t c_stride, bool accumulate) {
+  constexpr int tall = N >= 4 || panel_vectors < 4 ? 4 : 8;
   int64_t i = 0;
-  for (; i + 4 <= count; i += 4)
-    multiply_micro<T, 4, N, by>(rows, i, depth, b, b_stride, c + i * c_stride, c_stride, accumulate);
+  for (; i + tall <= count; i += tall)
+    multiply_micro<T, tall, N, by>(rows, i, depth, b, b_stride, c + i * c_stride, c_stride, accumulate);
   for (; i < count; ++i)
     multiply_micro<T, 1, N, by>(rows, i, depth, b, b_stride, c + i * c_stride, c_stride, accumulate);
 }
 
-/// c [count, width] (+)= a [count, depth] @ b [depth, width], the rows of `a` wherever pointers say. `width` is a multiple
-/// of `lanes<T>`. Sums run over r in ascending order, each step one fused multiply-add.
+/// c [count, width] (+)= a [count, depth] @ b [depth, width], the rows of `a` wherever pointers say. `width`
+/// is a multiple of `lanes<T>`. Sums run over r in ascending order, each step one fused multiply-add.
 template <class T, Rows by>
 void multiply_panel(const T* const* rows, int64_t count, int64_t depth, const T* b, int64_t b_stride, T* c,
                     int64_t c_stride, int64_t width, bool accumulate) {
@@ -166,6 +224,10 @@ void multiply_panel(const T* const* rows, int64_t count, int64_t depth, const T*
   int64_t j = 0;
   for (; j + wide * lanes<T> <= width; j += wide * lanes<T>)
     multiply_columns<T, wide, by>(rows, count, depth, b + j, b_stride, c + j, c_stride, accumulate);
+  if (wide > 2 && j + 2 * lanes<T> <= width) {
+    multiply_columns<T, 2, by>(rows, count, depth, b + j, b_stride, c + j, c_stride, accumulate);
+    j += 2 * lanes<T>;
+  }
   for (; j < width; j += lanes<T>)
     multiply_columns<T, 1, by>(rows, count, depth, b + j, b_stride, c + j, c_stride, accumulate);
 }

@@ -1,5 +1,6 @@
-// Elementary functions without branches, so that the compiler vectorises the loops that call them. For kernels on
-// the CPU; not installed. The float forms are accurate to a few units in the last place; the double forms are std's.
+// Elementary functions without branches, so that the compiler vectorises the loops that call them. For
+// kernels on the CPU; not installed. The float forms are accurate to a few units in the last place; the
+// double forms are std's.
 #pragma once
 
 #include <bit>
@@ -16,7 +17,8 @@ inline float exp(float x) {
   // x = n ln 2 + r. Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
   constexpr float magic = 12582912.f;
   const float shifted = x * 1.44269504f + magic, n = shifted - magic;
-  const float r = x - n * 0.693359375f - n * -2.12194440e-4f;  // ln 2 in two parts; the first product is exact
+  const float r =
+      x - n * 0.693359375f - n * -2.12194440e-4f;  // ln 2 in two parts; the first product is exact
   // e^r = 1 + r + r^2 p(r), |r| <= ln(2) / 2, minimax to 4e-9.
   float p = 1.381314236e-3f;
   p = p * r + 8.369419043e-3f;
@@ -35,6 +37,18 @@ inline double exp(double x) { return std::exp(x); }
 template <class C>
 C sigmoid(C x) {
   return C(1) / (C(1) + exp(-x));
+}
+
+/// sigmoid(x) and its derivative, both to their relative accuracy: the derivative is not value * (1 - value),
+/// which loses its digits where the value is near 1.
+template <class C>
+struct Sigmoid {
+  C value, slope;
+};
+template <class C>
+Sigmoid<C> sigmoid_and_slope(C x) {
+  const C e = exp(-std::abs(x)), r = C(1) / (C(1) + e);
+  return {x < C(0) ? e * r : r, e * r * r};
 }
 
 inline float tanh(float x) {
@@ -61,7 +75,8 @@ struct Normal {
 inline Normal<float> normal(float x) {
   const float magnitude = std::abs(x);
   const float bell = exp(-0.5f * (x * x));
-  // The upper tail is bell * t * p(t) with t = 1 / (1 + 0.27 |x|), minimax to 3e-8: it keeps its relative accuracy.
+  // The upper tail is bell * t * p(t) with t = 1 / (1 + 0.27 |x|), minimax to 3e-8: it keeps its relative
+  // accuracy.
   const float t = 1.f / (1.f + 0.27f * magnitude);
   float p = 2.896884658e-2f;
   p = p * t - 1.265247908e-1f;

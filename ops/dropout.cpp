@@ -1,0 +1,87 @@
+#include <algorithm>
+#include <cmath>
+
+#include "torus/core/kernel.h"
+#include "torus/core/parallel.h"
+#include "torus/ops/elementwise.h"
+#include "torus/ops/ops.h"
+
+namespace torus {
+
+namespace {
+
+constexpr int64_t lanes = 64, block = 4 * lanes;
+
+// Which elements stay: a function of the position in the generator, so that backward can draw the same again.
+struct Draws {
+  uint64_t seed,
+      start;           // element b * block + k * lanes + i takes word k of the draw at start + b * lanes + i
+  uint64_t threshold;  // an element stays where its word is at least this
+  double scale;        // of what stays
+};
+
+// words[k * lanes + i] = word k of the draw at start + i. As `philox`, with the lanes innermost, which
+// vectorises.
+void draw_block(uint32_t* words, uint64_t start, uint64_t key) {
+  uint32_t *w0 = words, *w1 = w0 + lanes, *w2 = w1 + lanes, *w3 = w2 + lanes;
+  for (int64_t i = 0; i < lanes; ++i) {
+    const uint64_t position = start + static_cast<uint64_t>(i);
+    w0[i] = static_cast<uint32_t>(position);
+    w1[i] = static_cast<uint32_t>(position >> 32);
+    w2[i] = w3[i] = 0;
+  }
+  auto low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
+  for (int round = 0; round < 10; ++round) {
+    for (int64_t i = 0; i < lanes; ++i) {
+      const uint64_t a = uint64_t{0xD2511F53} * w0[i], b = uint64_t{0xCD9E8D57} * w2[i];
+      w0[i] = static_cast<uint32_t>(b >> 32) ^ w1[i] ^ low;
+      w1[i] = static_cast<uint32_t>(b);
+      w2[i] = static_cast<uint32_t>(a >> 32) ^ w3[i] ^ high;
+      w3[i] = static_cast<uint32_t>(a);
+    }
+    low += 0x9E3779B9;
+    high += 0xBB67AE85;
+  }
+}
+
+// y = x * scale where the element stays, else 0 whatever x is.
+void dropout_cpu(Tensor& y, const Tensor& x, Draws draws) {
+  const Tensor in_order = x.contiguous();
+  dispatch_floating(y.dtype(), "dropout", [&](auto zero) {
+    using T = decltype(zero);
+    using C = Compute<T>;
+    T* to = y.mutable_data<T>();
+    const T* from = in_order.data<T>();
+    const int64_t count = y.numel();
+    const C scale = static_cast<C>(draws.scale);
+    parallel_for(0, (count + block - 1) / block, elementwise_grain / block, [&](int64_t first, int64_t last) {
+      uint32_t words[block];
+      for (int64_t b = first; b < last; ++b) {
+        draw_block(words, draws.start + static_cast<uint64_t>(b * lanes), draws.seed);
+        const int64_t at = b * block, size = std::min(block, count - at);
+        for (int64_t i = 0; i < size; ++i)
+          to[at + i] = words[i] >= draws.threshold ? static_cast<T>(C(from[at + i]) * scale) : T(0);
+      }
+    });
+  });
+}
+
+const Kernel<void(Tensor&, const Tensor&, Draws)> dropout_kernel{"dropout", dropout_cpu};
+
+}  // namespace
+
+Variable dropout(const Variable& x, double p, Generator& generator) {
+  check(p >= 0 && p <= 1, Error::Kind::Value, "[dropout] p must be in [0, 1], got ", p);
+  check_floating("dropout", x);
+  if (p == 0) return x;
+  const uint64_t start = generator.reserve(static_cast<uint64_t>((x.numel() + block - 1) / block * lanes));
+  const Draws draws{generator.seed(), start, static_cast<uint64_t>(std::ldexp(p, 32)),
+                    p < 1 ? 1 / (1 - p) : 0};
+  // Nothing is saved: backward draws again.
+  return record("dropout", {x}, mapped(dropout_kernel, x.value(), draws),
+                [draws](const OutputGrads& grads) -> std::vector<Tensor> {
+                  return {mapped(dropout_kernel, grads[0], draws)};
+                });
+}
+
+}  // namespace torus

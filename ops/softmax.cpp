@@ -1,0 +1,180 @@
+#include <array>
+#include <cmath>
+
+#include "torus/core/kernel.h"
+#include "torus/core/strided.h"
+#include "torus/core/vector_math.h"
+#include "torus/ops/ops.h"
+
+namespace torus {
+
+namespace {
+
+// A contiguous tensor seen as [outer, length, inner], to run along its middle axis.
+struct Slices {
+  int64_t outer = 1, length, inner = 1;
+  Slices(const Shape& shape, int axis) : length(shape[axis]) {
+    for (int i = 0; i < axis; ++i) outer *= shape[i];
+    for (int i = axis + 1; i < shape.dim(); ++i) inner *= shape[i];
+  }
+};
+
+// y = softmax(x), or its logarithm, of one row of `n`.
+template <class T>
+void softmax_row(T* y, const T* x, int64_t n, bool logarithm) {
+  using C = Compute<T>;
+  C largest = -std::numeric_limits<C>::infinity(), sum = 0;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < n; ++i) largest = C(x[i]) > largest ? C(x[i]) : largest;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += vmath::exp(C(x[i]) - largest);
+  if (logarithm) {
+    const C log_sum = std::log(sum);
+    for (int64_t i = 0; i < n; ++i) y[i] = static_cast<T>((C(x[i]) - largest) - log_sum);
+  } else {
+    const C scale = 1 / sum;
+    for (int64_t i = 0; i < n; ++i) y[i] = static_cast<T>(vmath::exp(C(x[i]) - largest) * scale);
+  }
+}
+
+// The gradient of one row from its result y and the gradient g of that.
+template <class T>
+void softmax_row_backward(T* dx, const T* y, const T* g, int64_t n, bool logarithm) {
+  using C = Compute<T>;
+  C sum = 0;
+  if (logarithm) {
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) sum += C(g[i]);
+    for (int64_t i = 0; i < n; ++i) dx[i] = static_cast<T>(C(g[i]) - vmath::exp(C(y[i])) * sum);
+  } else {
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) sum += C(g[i]) * C(y[i]);
+    for (int64_t i = 0; i < n; ++i) dx[i] = static_cast<T>(C(y[i]) * (C(g[i]) - sum));
+  }
+}
+
+// Columns of one [length, inner] matrix that are worked on together where the axis is not the last.
+constexpr int64_t strip = 64;
+
+// The same for `width` columns, at most `strip`, of a matrix with rows `stride` apart.
+template <class T>
+void softmax_strip(T* y, const T* x, int64_t length, int64_t stride, int64_t width, bool logarithm) {
+  using C = Compute<T>;
+  std::array<C, strip> largest, sum{};
+  largest.fill(-std::numeric_limits<C>::infinity());
+  const auto count = static_cast<size_t>(width);
+  for (int64_t i = 0; i < length; ++i)
+    for (size_t j = 0; j < count; ++j) {
+      const C value = x[i * stride + static_cast<int64_t>(j)];
+      largest[j] = value > largest[j] ? value : largest[j];
+    }
+  for (int64_t i = 0; i < length; ++i)
+    for (size_t j = 0; j < count; ++j)
+      sum[j] += vmath::exp(C(x[i * stride + static_cast<int64_t>(j)]) - largest[j]);
+  for (size_t j = 0; j < count; ++j) sum[j] = logarithm ? std::log(sum[j]) : 1 / sum[j];
+  for (int64_t i = 0; i < length; ++i)
+    for (size_t j = 0; j < count; ++j) {
+      const int64_t at = i * stride + static_cast<int64_t>(j);
+      const C shifted = C(x[at]) - largest[j];
+      y[at] = static_cast<T>(logarithm ? shifted - sum[j] : vmath::exp(shifted) * sum[j]);
+    }
+}
+
+template <class T>
+void softmax_strip_backward(T* dx, const T* y, const T* g, int64_t length, int64_t stride, int64_t width,
+                            bool logarithm) {
+  using C = Compute<T>;
+  std::array<C, strip> sum{};
+  const auto count = static_cast<size_t>(width);
+  for (int64_t i = 0; i < length; ++i)
+    for (size_t j = 0; j < count; ++j) {
+      const int64_t at = i * stride + static_cast<int64_t>(j);
+      sum[j] += logarithm ? C(g[at]) : C(g[at]) * C(y[at]);
+    }
+  for (int64_t i = 0; i < length; ++i)
+    for (size_t j = 0; j < count; ++j) {
+      const int64_t at = i * stride + static_cast<int64_t>(j);
+      dx[at] = static_cast<T>(logarithm ? C(g[at]) - vmath::exp(C(y[at])) * sum[j]
+                                        : C(y[at]) * (C(g[at]) - sum[j]));
+    }
+}
+
+// Calls row(offset, length) for each slice if the axis is the last, strip(offset, length, stride, width)
+// otherwise.
+template <class Row, class Strip>
+void for_each_slice(const Slices& s, Row&& row, Strip&& strips) {
+  if (s.inner == 1) {
+    parallel_for(0, s.outer, elementwise_grain / (4 * s.length + 1) + 1, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) row(i * s.length, s.length);
+    });
+    return;
+  }
+  const int64_t across = (s.inner + strip - 1) / strip;
+  parallel_for(0, s.outer * across, elementwise_grain / (4 * s.length * std::min(s.inner, strip) + 1) + 1,
+               [&](int64_t first, int64_t last) {
+                 for (int64_t i = first; i < last; ++i) {
+                   const int64_t column = i % across * strip;
+                   strips(i / across * s.length * s.inner + column, s.length, s.inner,
+                          std::min(strip, s.inner - column));
+                 }
+               });
+}
+
+// All tensors are contiguous and of one shape.
+void softmax_forward_cpu(Tensor& y, const Tensor& x, int axis, bool logarithm) {
+  if (x.numel() == 0) return;
+  dispatch_floating(x.dtype(), "softmax", [&](auto zero) {
+    using T = decltype(zero);
+    T* to = y.mutable_data<T>();
+    const T* from = x.data<T>();
+    for_each_slice(
+        Slices(x.shape(), axis),
+        [=](int64_t at, int64_t length) { softmax_row(to + at, from + at, length, logarithm); },
+        [=](int64_t at, int64_t length, int64_t stride, int64_t width) {
+          softmax_strip(to + at, from + at, length, stride, width, logarithm);
+        });
+  });
+}
+
+void softmax_backward_cpu(Tensor& dx, const Tensor& y, const Tensor& g, int axis, bool logarithm) {
+  if (y.numel() == 0) return;
+  dispatch_floating(y.dtype(), "softmax", [&](auto zero) {
+    using T = decltype(zero);
+    T* to = dx.mutable_data<T>();
+    const T* result = y.data<T>();
+    const T* grad = g.data<T>();
+    for_each_slice(
+        Slices(y.shape(), axis),
+        [=](int64_t at, int64_t length) {
+          softmax_row_backward(to + at, result + at, grad + at, length, logarithm);
+        },
+        [=](int64_t at, int64_t length, int64_t stride, int64_t width) {
+          softmax_strip_backward(to + at, result + at, grad + at, length, stride, width, logarithm);
+        });
+  });
+}
+
+const Kernel<void(Tensor&, const Tensor&, int, bool)> forward_kernel{"softmax.forward", softmax_forward_cpu};
+const Kernel<void(Tensor&, const Tensor&, const Tensor&, int, bool)> backward_kernel{"softmax.backward",
+                                                                                     softmax_backward_cpu};
+
+Variable softmax_of(const char* op, const Variable& x, int axis, bool logarithm) {
+  check(is_floating(x.dtype()), Error::Kind::DType, "[", op, "] expected a floating dtype, got ", x.dtype());
+  axis = checked_axis(op, axis, x.dim());
+  Tensor y = Tensor::empty(x.shape(), x.dtype(), x.device());
+  forward_kernel(x.device(), y, x.value().contiguous(), axis, logarithm);
+  // Saved: the result; its slices are all that their gradients depend on.
+  return record(op, {x}, y, [=, saved = Saved(y)](const OutputGrads& grads) -> std::vector<Tensor> {
+    const Tensor& result = saved.get();
+    Tensor dx = Tensor::empty(result.shape(), result.dtype(), result.device());
+    backward_kernel(dx.device(), dx, result, grads[0].contiguous(), axis, logarithm);
+    return {dx};
+  });
+}
+
+}  // namespace
+
+Variable softmax(const Variable& x, int axis) { return softmax_of("softmax", x, axis, false); }
+Variable log_softmax(const Variable& x, int axis) { return softmax_of("log_softmax", x, axis, true); }
+
+}  // namespace torus
