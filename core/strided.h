@@ -55,6 +55,11 @@ void for_each_run(const Shape& shape, std::array<Shape, N> strides, int64_t grai
   });
 }
 
+/// [..., C] as a matrix [N, C]; a view where the strides allow one.
+inline Tensor as_rows(const Tensor& x) {
+  return x.reshape({x.shape().slice(0, x.dim() - 1).numel(), x.shape().back()});
+}
+
 /// Elements below which a loop stays on one thread.
 inline constexpr int64_t elementwise_grain = 16384;
 

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <ostream>
 
 #include "torus/core/kernel.h"
@@ -26,9 +27,12 @@ void fill_cpu(Tensor& tensor, double value) {
 
 template <class To, class From>
 To convert(From value) {
-  if constexpr (std::is_same_v<To, From>) return value;
-  else if constexpr (std::is_same_v<To, bool>) return static_cast<Compute<From>>(value) != 0;
-  else return static_cast<To>(static_cast<Compute<From>>(value));
+  if constexpr (std::is_same_v<To, From>)
+    return value;
+  else if constexpr (std::is_same_v<To, bool>)
+    return static_cast<Compute<From>>(value) != 0;
+  else
+    return static_cast<To>(static_cast<Compute<From>>(value));
 }
 
 // `from` has the shape of `into`.
@@ -49,7 +53,8 @@ void copy_cpu(Tensor& into, const Tensor& from) {
                           else
                             for (int64_t i = 0; i < count; ++i) to[i] = convert<To>(with[i]);
                         } else {
-                          for (int64_t i = 0; i < count; ++i) to[i * step[0]] = convert<To>(with[i * step[1]]);
+                          for (int64_t i = 0; i < count; ++i)
+                            to[i * step[0]] = convert<To>(with[i * step[1]]);
                         }
                       });
     });
@@ -75,51 +80,147 @@ void add_into_cpu(Tensor& into, const Tensor& from) {
   });
 }
 
-// Sums `from` [R, N] over its first axis into `into` [N]: block by block of rows, then the blocks in order, so
-// that the bits do not depend on the thread count.
-template <class T>
-void sum_rows(T* into, const T* from, int64_t rows, int64_t columns) {
-  using C = Compute<T>;
-  constexpr int64_t block = 256;
-  const int64_t blocks = (rows + block - 1) / block;
-  std::vector<C> partial(static_cast<size_t>(blocks * columns), C(0));
-  parallel_for(0, blocks, std::max<int64_t>(1, elementwise_grain / (block * columns + 1)),
-               [&](int64_t first, int64_t last) {
-                 for (int64_t b = first; b < last; ++b) {
-                   C* sum = partial.data() + b * columns;
-                   for (int64_t row = b * block; row < std::min(rows, (b + 1) * block); ++row) {
-                     const T* with = from + row * columns;
-                     for (int64_t j = 0; j < columns; ++j) sum[j] += C(with[j]);
-                   }
-                 }
-               });
-  for (int64_t b = 1; b < blocks; ++b)
-    for (int64_t j = 0; j < columns; ++j) partial[static_cast<size_t>(j)] += partial[static_cast<size_t>(b * columns + j)];
-  for (int64_t j = 0; j < columns; ++j) into[j] = static_cast<T>(partial[static_cast<size_t>(j)]);
+// The axes [first, last) of a tensor as one index, joined where they lie in one line.
+struct Walk {
+  std::array<int64_t, Shape::max_axes> sizes{}, steps{};
+  int64_t count = 1, inner_size = 1, inner_step = 0;
+  size_t axes = 0;
+
+  Walk(const Tensor& tensor, int first, int last) {
+    for (int axis = first; axis < last; ++axis) {
+      const int64_t size = tensor.shape()[axis], step = tensor.strides()[axis];
+      if (size == 1) continue;
+      count *= size;
+      if (axes > 0 && steps[axes - 1] == step * size) {
+        sizes[axes - 1] *= size;
+      } else {
+        sizes[axes++] = size;
+      }
+      steps[axes - 1] = step;
+      inner_size = sizes[axes - 1];
+      inner_step = step;
+    }
+  }
+  int64_t offset(int64_t index) const {
+    if (axes == 0) return 0;
+    int64_t result = 0;
+    for (size_t axis = axes - 1; axis > 0; --axis) {
+      result += index % sizes[axis] * steps[axis];
+      index /= sizes[axis];
+    }
+    return result + index * steps[0];
+  }
+};
+
+template <class C, class T>
+C sum_run(const T* from, int64_t step, int64_t count) {
+  C sum = 0;
+  if (step == 1) {
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; ++i) sum += static_cast<C>(from[i]);
+  } else {
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; ++i) sum += static_cast<C>(from[i * step]);
+  }
+  return sum;
 }
 
-// `from` is permuted so that the summed axes come first: [summed..., kept...]; `into` [kept...], contiguous.
-void sum_leading_cpu(Tensor& into, const Tensor& from) {
-  const Tensor rows = from.contiguous();
-  const int64_t kept = into.numel();
+// into[j] = (sum over i of from[i, j]) / divisor. Blocks of a fixed size are summed one by one and then in
+// pairs: the error grows slowly, and the bits do not depend on the thread count.
+template <class T>
+void sum_walk(T* into, const T* from, const Walk& summed, const Walk& kept, double divisor) {
+  using C = Compute<T>;
+  const bool by_column = kept.inner_size >= 8 && kept.inner_step < summed.inner_step;
+  const int64_t block = by_column ? 128 : std::min<int64_t>(1024, 64 * summed.inner_size);
+  const int64_t blocks = (summed.count + block - 1) / block, columns = kept.count;
+  const auto partial = std::make_unique_for_overwrite<C[]>(static_cast<size_t>(blocks * columns));
+  if (by_column) {
+    constexpr int64_t chunk = 1024;
+    const int64_t chunks = (kept.inner_size + chunk - 1) / chunk, strips = columns / kept.inner_size * chunks;
+    const int64_t work = std::min(summed.count, block) * std::min(kept.inner_size, chunk);
+    parallel_for(
+        0, blocks * strips, std::max<int64_t>(1, elementwise_grain / work), [&](int64_t first, int64_t last) {
+          for (int64_t task = first; task < last; ++task) {
+            const int64_t b = task / strips, strip = task % strips, start = strip % chunks * chunk;
+            const int64_t column = strip / chunks * kept.inner_size + start;
+            const int64_t width = std::min(chunk, kept.inner_size - start), step = kept.inner_step;
+            const T* strip_from = from + kept.offset(column);
+            C* sum = partial.get() + b * columns + column;
+            std::fill(sum, sum + width, C(0));
+            int64_t row = b * block;
+            const int64_t end = std::min(summed.count, row + block);
+            const auto add_rows = [&](auto unit) {
+              for (; row + 4 <= end; row += 4) {
+                const T *r0 = strip_from + summed.offset(row), *r1 = strip_from + summed.offset(row + 1),
+                        *r2 = strip_from + summed.offset(row + 2), *r3 = strip_from + summed.offset(row + 3);
+                for (int64_t j = 0; j < width; ++j) {
+                  const int64_t at = unit ? j : j * step;
+                  sum[j] += (C(r0[at]) + C(r1[at])) + (C(r2[at]) + C(r3[at]));
+                }
+              }
+              for (; row < end; ++row) {
+                const T* r = strip_from + summed.offset(row);
+                for (int64_t j = 0; j < width; ++j) sum[j] += C(r[unit ? j : j * step]);
+              }
+            };
+            if (step == 1)
+              add_rows(std::true_type{});
+            else
+              add_rows(std::false_type{});
+          }
+        });
+  } else {
+    const int64_t work = std::min(summed.count, block);
+    parallel_for(0, columns * blocks, std::max<int64_t>(1, elementwise_grain / work),
+                 [&](int64_t first, int64_t last) {
+                   for (int64_t task = first; task < last; ++task) {
+                     const int64_t column = task / blocks, b = task % blocks;
+                     const T* column_from = from + kept.offset(column);
+                     C sum = 0;
+                     for (int64_t i = b * block, end = std::min(summed.count, i + block); i < end;) {
+                       const int64_t run = std::min(end - i, summed.inner_size - i % summed.inner_size);
+                       sum += sum_run<C>(column_from + summed.offset(i), summed.inner_step, run);
+                       i += run;
+                     }
+                     partial[static_cast<size_t>(b * columns + column)] = sum;
+                   }
+                 });
+  }
+  parallel_for(0, columns, elementwise_grain / blocks + 1, [&](int64_t first, int64_t last) {
+    for (int64_t width = 1; width < blocks; width *= 2)
+      for (int64_t b = 0; b + width < blocks; b += 2 * width) {
+        C* sum = partial.get() + b * columns;
+        const C* other = sum + width * columns;
+        for (int64_t j = first; j < last; ++j) sum[j] += other[j];
+      }
+    for (int64_t j = first; j < last; ++j)
+      into[j] = static_cast<T>(partial[static_cast<size_t>(j)] / C(divisor));
+  });
+}
+
+// `from` is permuted so that the `summed` axes come first: [summed..., kept...]; `into` [kept...],
+// contiguous.
+void sum_leading_cpu(Tensor& into, const Tensor& from, int summed, double divisor) {
   dispatch_floating(into.dtype(), "sum_to", [&](auto zero) {
     using T = decltype(zero);
-    sum_rows(into.mutable_data<T>(), rows.data<T>(), kept ? from.numel() / kept : 0, kept);
+    sum_walk(into.mutable_data<T>(), from.data<T>(), Walk(from, 0, summed), Walk(from, summed, from.dim()),
+             divisor);
   });
 }
 
 const Kernel<void(Tensor&, double)> fill_kernel{"fill", fill_cpu};
 const Kernel<void(Tensor&, const Tensor&)> copy_kernel{"copy", copy_cpu};
 const Kernel<void(Tensor&, const Tensor&)> add_into_kernel{"add_into", add_into_cpu};
-const Kernel<void(Tensor&, const Tensor&)> sum_leading_kernel{"sum_to", sum_leading_cpu};
+const Kernel<void(Tensor&, const Tensor&, int, double)> sum_leading_kernel{"sum_to", sum_leading_cpu};
 
 }  // namespace
 
 Tensor Tensor::empty(const Shape& shape, DType dtype, Device device) {
-  for (int64_t size : shape) check(size >= 0, Error::Kind::Shape, "[empty] sizes must be at least 0, got ", shape);
+  for (int64_t size : shape)
+    check(size >= 0, Error::Kind::Shape, "[empty] sizes must be at least 0, got ", shape);
   int64_t bytes = 0;
-  check(!__builtin_mul_overflow(shape.numel(), static_cast<int64_t>(size_of(dtype)), &bytes), Error::Kind::Memory,
-        "[empty] ", shape, " of ", dtype, " is more than 2^63 bytes");
+  check(!__builtin_mul_overflow(shape.numel(), static_cast<int64_t>(size_of(dtype)), &bytes),
+        Error::Kind::Memory, "[empty] ", shape, " of ", dtype, " is more than 2^63 bytes");
   Tensor result;
   result.storage_ = std::make_shared<Storage>(static_cast<size_t>(bytes), device);
   result.shape_ = shape;
@@ -183,16 +284,20 @@ Tensor Tensor::reshape(const Shape& wanted) const {
   int unknown = -1;
   int64_t known = 1;
   for (int axis = 0; axis < shape.dim(); ++axis) {
-    if (shape[axis] == -1 && unknown < 0) unknown = axis;
-    else known *= shape[axis];
+    if (shape[axis] == -1 && unknown < 0)
+      unknown = axis;
+    else
+      known *= shape[axis];
   }
   if (unknown >= 0) {
-    check(known != 0 && numel() % known == 0, Error::Kind::Shape, "[reshape] ", shape_, " does not fit ", wanted);
+    check(known != 0 && numel() % known == 0, Error::Kind::Shape, "[reshape] ", shape_, " does not fit ",
+          wanted);
     shape[unknown] = numel() / known;
   }
-  for (int64_t size : shape) check(size >= 0, Error::Kind::Shape, "[reshape] ", shape_, " does not fit ", wanted);
-  check(shape.numel() == numel(), Error::Kind::Shape, "[reshape] ", shape_, " has ", numel(), " elements, ", wanted,
-        " has ", shape.numel());
+  for (int64_t size : shape)
+    check(size >= 0, Error::Kind::Shape, "[reshape] ", shape_, " does not fit ", wanted);
+  check(shape.numel() == numel(), Error::Kind::Shape, "[reshape] ", shape_, " has ", numel(), " elements, ",
+        wanted, " has ", shape.numel());
   if (shape == shape_) return *this;
   if (numel() == 0 || is_contiguous()) return as_strided(shape, row_major_strides(shape), offset_);
 
@@ -240,8 +345,8 @@ Tensor Tensor::transpose(int a, int b) const {
 }
 
 Tensor Tensor::permute(const std::vector<int>& order) const {
-  check(static_cast<int>(order.size()) == dim(), Error::Kind::Shape, "[permute] expected ", dim(), " axes, got ",
-        order.size());
+  check(static_cast<int>(order.size()) == dim(), Error::Kind::Shape, "[permute] expected ", dim(),
+        " axes, got ", order.size());
   Tensor view = *this;
   unsigned seen = 0;
   for (int i = 0; i < dim(); ++i) {
@@ -271,8 +376,8 @@ Tensor Tensor::slice(int axis, int64_t first, int64_t last, int64_t step) const 
 Tensor Tensor::select(int axis, int64_t index) const {
   axis = checked_axis("select", axis, dim());
   const int64_t at = index < 0 ? index + shape_[axis] : index;
-  check(at >= 0 && at < shape_[axis], Error::Kind::Shape, "[select] index ", index, " is outside axis ", axis, " of ",
-        shape_);
+  check(at >= 0 && at < shape_[axis], Error::Kind::Shape, "[select] index ", index, " is outside axis ", axis,
+        " of ", shape_);
   return slice(axis, at, at + 1).squeeze(axis);
 }
 
@@ -282,7 +387,8 @@ Tensor Tensor::expand(const Shape& shape) const {
   Shape strides = shape;
   for (int axis = 0; axis < shape.dim(); ++axis) {
     const int64_t old = axis < extra ? 1 : shape_[axis - extra];
-    check(old == shape[axis] || old == 1, Error::Kind::Shape, "[expand] ", shape_, " does not expand to ", shape);
+    check(old == shape[axis] || old == 1, Error::Kind::Shape, "[expand] ", shape_, " does not expand to ",
+          shape);
     strides[axis] = axis < extra || old != shape[axis] ? 0 : strides_[axis - extra];
   }
   return as_strided(shape, strides, offset_);
@@ -334,7 +440,8 @@ Tensor& Tensor::fill_(double value) {
 
 Tensor& Tensor::copy_(const Tensor& source) {
   // Between devices, the one that is not the host knows how.
-  copy_kernel(source.device().kind == DeviceKind::cpu ? device() : source.device(), *this, source.expand(shape_));
+  copy_kernel(source.device().kind == DeviceKind::cpu ? device() : source.device(), *this,
+              source.expand(shape_));
   return *this;
 }
 
@@ -350,9 +457,12 @@ void print_axis(std::ostream& out, const Tensor& tensor, int depth) {
   constexpr int64_t edge = 3;
   if (tensor.dim() == 0) {
     const T value = *tensor.data<T>();
-    if constexpr (std::is_same_v<T, bool>) out << (value ? "true" : "false");
-    else if constexpr (std::is_same_v<T, uint8_t>) out << static_cast<int>(value);
-    else out << static_cast<Compute<T>>(value);
+    if constexpr (std::is_same_v<T, bool>)
+      out << (value ? "true" : "false");
+    else if constexpr (std::is_same_v<T, uint8_t>)
+      out << static_cast<int>(value);
+    else
+      out << static_cast<Compute<T>>(value);
     return;
   }
   const int64_t length = tensor.size(0);
@@ -384,20 +494,21 @@ void add_into(Tensor& into, const Tensor& source) {
   add_into_kernel(into.device(), into, source.expand(into.shape()));
 }
 
-Tensor sum_to(const Tensor& tensor, const Shape& shape) {
-  if (tensor.shape() == shape) return tensor;
-  check(broadcast_shapes("sum_to", tensor.shape(), shape) == tensor.shape(), Error::Kind::Shape, "[sum_to] ", shape,
-        " does not broadcast to ", tensor.shape());
+Tensor sum_to(const Tensor& tensor, const Shape& shape, double divisor) {
+  if (tensor.shape() == shape && divisor == 1) return tensor;
+  check(broadcast_shapes("sum_to", tensor.shape(), shape) == tensor.shape(), Error::Kind::Shape, "[sum_to] ",
+        shape, " does not broadcast to ", tensor.shape());
   const int extra = tensor.dim() - shape.dim();
   std::vector<int> order, kept;
   for (int axis = 0; axis < tensor.dim(); ++axis) {
     const bool summed = axis < extra || (shape[axis - extra] == 1 && tensor.size(axis) != 1);
     (summed ? order : kept).push_back(axis);
   }
+  const int summed_axes = static_cast<int>(order.size());
   order.insert(order.end(), kept.begin(), kept.end());
   Tensor result = Tensor::empty(shape, tensor.dtype(), tensor.device());
   if (tensor.numel() == 0) return result.fill_(0);
-  sum_leading_kernel(tensor.device(), result, tensor.permute(order));
+  sum_leading_kernel(tensor.device(), result, tensor.permute(order), summed_axes, divisor);
   return result;
 }
 

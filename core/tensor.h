@@ -130,7 +130,7 @@ std::ostream& operator<<(std::ostream& out, const Tensor& tensor);
 /// into += source, broadcast to `into`. Same floating dtype.
 void add_into(Tensor& into, const Tensor& source);
 /// Sums `tensor` over the axes that broadcasting `shape` to its shape had stretched: the inverse of expand.
-/// Sums 16-bit floats in f32.
-Tensor sum_to(const Tensor& tensor, const Shape& shape);
+/// Sums 16-bit floats in f32, and rounds after dividing by `divisor`.
+Tensor sum_to(const Tensor& tensor, const Shape& shape, double divisor = 1);
 
 }  // namespace torus
