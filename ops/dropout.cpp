@@ -14,11 +14,13 @@ constexpr int64_t lanes = 64, block = 4 * lanes;
 
 // Which elements stay: a function of the position in the generator, so that backward can draw the same again.
 struct Draws {
-  uint64_t seed,
-      start;           // element b * block + k * lanes + i takes word k of the draw at start + b * lanes + i
-  uint64_t threshold;  // an element stays where its word is at least this
-  double scale;        // of what stays
+  uint64_t seed;
+  uint64_t start;  // element b * block + k * lanes + i takes word k of the draw at start + b * lanes + i
+  uint32_t limit;  // an element stays where its word is above this
+  double scale;    // of what stays
 };
+
+uint32_t upper_product(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
 
 // words[k * lanes + i] = word k of the draw at start + i. As `philox`, with the lanes innermost, which
 // vectorises.
@@ -33,11 +35,12 @@ void draw_block(uint32_t* words, uint64_t start, uint64_t key) {
   auto low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
   for (int round = 0; round < 10; ++round) {
     for (int64_t i = 0; i < lanes; ++i) {
-      const uint64_t a = uint64_t{0xD2511F53} * w0[i], b = uint64_t{0xCD9E8D57} * w2[i];
-      w0[i] = static_cast<uint32_t>(b >> 32) ^ w1[i] ^ low;
-      w1[i] = static_cast<uint32_t>(b);
-      w2[i] = static_cast<uint32_t>(a >> 32) ^ w3[i] ^ high;
-      w3[i] = static_cast<uint32_t>(a);
+      // The halves of each product are taken apart, which vectorises where a 64-bit product does not.
+      const uint32_t a = w0[i], b = w2[i];
+      w0[i] = upper_product(0xCD9E8D57, b) ^ w1[i] ^ low;
+      w1[i] = 0xCD9E8D57 * b;
+      w2[i] = upper_product(0xD2511F53, a) ^ w3[i] ^ high;
+      w3[i] = 0xD2511F53 * a;
     }
     low += 0x9E3779B9;
     high += 0xBB67AE85;
@@ -59,8 +62,10 @@ void dropout_cpu(Tensor& y, const Tensor& x, Draws draws) {
       for (int64_t b = first; b < last; ++b) {
         draw_block(words, draws.start + static_cast<uint64_t>(b * lanes), draws.seed);
         const int64_t at = b * block, size = std::min(block, count - at);
-        for (int64_t i = 0; i < size; ++i)
-          to[at + i] = words[i] >= draws.threshold ? static_cast<T>(C(from[at + i]) * scale) : T(0);
+        for (int64_t i = 0; i < size; ++i) {
+          const C scaled = C(from[at + i]) * scale;  // outside the choice, so that the loop vectorises
+          to[at + i] = static_cast<T>(words[i] > draws.limit ? scaled : C(0));
+        }
       }
     });
   });
@@ -75,8 +80,8 @@ Variable dropout(const Variable& x, double p, Generator& generator) {
   check_floating("dropout", x);
   if (p == 0) return x;
   const uint64_t start = generator.reserve(static_cast<uint64_t>((x.numel() + block - 1) / block * lanes));
-  const Draws draws{generator.seed(), start, static_cast<uint64_t>(std::ldexp(p, 32)),
-                    p < 1 ? 1 / (1 - p) : 0};
+  const auto limit = static_cast<uint32_t>(std::max(std::ldexp(p, 32), 1.0) - 1);
+  const Draws draws{generator.seed(), start, limit, p < 1 ? 1 / (1 - p) : 0};
   // Nothing is saved: backward draws again.
   return record("dropout", {x}, mapped(dropout_kernel, x.value(), draws),
                 [draws](const OutputGrads& grads) -> std::vector<Tensor> {

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <cmath>
 
 #include "torus/autograd/gradcheck.h"
@@ -34,7 +33,7 @@ const Function exp_function{"exp",
                             {"exp.backward", map<[](auto dy, auto y) { return dy * y; }>}};
 
 const Function log_function{"log",
-                            {"log", map<[](auto x) { return std::log(x); }>},
+                            {"log", map<[](auto x) { return vmath::log(x); }>},
                             Saves::x,
                             {"log.backward", map<[](auto dy, auto x) { return dy / x; }>}};
 
@@ -81,7 +80,7 @@ const Function gelu_tanh_function{
     {"gelu.tanh_backward", map<[](auto dy, auto x) {
        using C = decltype(x);
        // Far out the sigmoid is flat, but its derivative times an infinite slope would be NaN.
-       const C near = std::clamp(x, C(-64), C(64));
+       const C near = x < C(-64) ? C(-64) : (x > C(64) ? C(64) : x);
        const auto [value, slope] = vmath::sigmoid_and_slope(gelu_argument(near));
        return dy * (value + near * slope * gelu_slope(near));
      }>}};

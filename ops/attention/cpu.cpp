@@ -95,7 +95,8 @@ class Rows {
 // to[d][lane] = row lane, 0 beyond `count`.
 template <class S, class T>
 void pack_transposed(T* to, const Head<const S>& head, int64_t first, int64_t count, int64_t width) {
-  for (int64_t d = 0; d < width; ++d) std::fill(to + d * tile_size + count, to + (d + 1) * tile_size, T(0));
+  for (int64_t d = 0; count < tile_size && d < width; ++d)
+    std::fill(to + d * tile_size + count, to + (d + 1) * tile_size, T(0));
   simd::transpose(to, tile_size, head.row(first), head.stride, count, width);
 }
 
