@@ -67,7 +67,7 @@ class Checker {
     for (const Variable& output : outputs) {
       check(output.dtype() == f64, Error::Kind::DType, "[gradcheck] the function must stay in f64, got an output of ",
             output.dtype());
-      result.outputs.push_back(output.value().contiguous());
+      result.outputs.push_back(output.value().clone());  // a view of an input would change with it
     }
     return result;
   }

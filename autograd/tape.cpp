@@ -240,6 +240,23 @@ Variable record(const char* op, std::span<const Variable> inputs, const Tensor& 
   return record(op, inputs, std::span(&output, 1), std::move(backward))[0];
 }
 
+namespace {
+
+// Puts a generator back where it was, whatever happens in between.
+class KeepState {
+ public:
+  explicit KeepState(Generator& generator) : generator_(generator), state_(generator.state()) {}
+  ~KeepState() { generator_.set_state(state_); }
+  KeepState(const KeepState&) = delete;
+  KeepState& operator=(const KeepState&) = delete;
+
+ private:
+  Generator& generator_;
+  Generator::State state_;
+};
+
+}  // namespace
+
 std::vector<Variable> recompute_list(
     std::function<std::vector<Variable>(const std::vector<Variable>&)> function, std::vector<Variable> inputs,
     Generator& generator) {
@@ -258,12 +275,14 @@ std::vector<Variable> recompute_list(
   return tape->append("recompute", inputs, outputs, [=, &generator](const OutputGrads& grads) {
     std::vector<Variable> leaves;
     for (size_t i = 0; i < saved.size(); ++i) leaves.emplace_back(saved[i].get(), grads.wants(i));
-    const Generator::State now = generator.state();
-    generator.set_state(start);
     Tape inner;
     inner.refuses_outer_ = true;
-    const std::vector<Variable> again = function(leaves);
-    generator.set_state(now);
+    std::vector<Variable> again;
+    {
+      const KeepState keep(generator);
+      generator.set_state(start);
+      again = function(leaves);
+    }
     std::vector<Tensor> seeds;
     for (size_t i = 0; i < again.size(); ++i)
       seeds.push_back(again[i].requires_grad() ? grads[i] : Tensor());

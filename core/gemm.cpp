@@ -2,11 +2,12 @@
 
 #define EIGEN_DONT_PARALLELIZE
 #include <Eigen/Core>
-
 #include <algorithm>
+#include <array>
 
 #include "torus/core/kernel.h"
 #include "torus/core/parallel.h"
+#include "torus/core/simd.h"
 
 namespace torus {
 
@@ -17,7 +18,26 @@ template <class T>
 struct MatrixView {
   T* data;
   int64_t row_stride, column_stride;
+
+  MatrixView from(int64_t row, int64_t column) const {
+    return {data + row * row_stride + column * column_stride, row_stride, column_stride};
+  }
 };
+
+// The strides along axes of size 1 mean nothing; they count as 1.
+template <class T>
+MatrixView<const T> matrix(const T* data, const Tensor& x) {
+  return {data, x.size(-2) == 1 ? 1 : x.strides()[-2], x.size(-1) == 1 ? 1 : x.strides()[-1]};
+}
+
+constexpr int64_t parallel_work = 1 << 18;        // multiplications below which a loop stays on one thread
+constexpr int64_t parallel_elements = 1 << 17;    // elements to pack, likewise
+constexpr int64_t few_rows = 8, few_columns = 4;  // products with fewer are not packed
+
+template <class T>
+void start_row(T* to, const T* bias, int64_t count, bool accumulate) {
+  for (int64_t j = 0; j < count; ++j) to[j] = accumulate ? to[j] + bias[j] : bias[j];
+}
 
 template <class T>
 using Dynamic = Eigen::Matrix<T, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
@@ -27,10 +47,12 @@ using RowMajorMap = Eigen::Map<Dynamic<T>, 0, Eigen::OuterStride<>>;
 // Calls f with an Eigen map of `a`, as it lies or transposed.
 template <class T, class F>
 void with_map(MatrixView<const T> a, int64_t rows, int64_t columns, F&& f) {
-  if (a.column_stride == 1 || columns == 1)
-    f(Eigen::Map<const Dynamic<T>, 0, Eigen::OuterStride<>>(a.data, rows, columns, Eigen::OuterStride<>(a.row_stride)));
+  if (a.column_stride == 1)
+    f(Eigen::Map<const Dynamic<T>, 0, Eigen::OuterStride<>>(a.data, rows, columns,
+                                                            Eigen::OuterStride<>(a.row_stride)));
   else
-    f(Eigen::Map<const Dynamic<T>, 0, Eigen::OuterStride<>>(a.data, columns, rows, Eigen::OuterStride<>(a.column_stride))
+    f(Eigen::Map<const Dynamic<T>, 0, Eigen::OuterStride<>>(a.data, columns, rows,
+                                                            Eigen::OuterStride<>(a.column_stride))
           .transpose());
 }
 
@@ -46,59 +68,267 @@ void multiply(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T> b, int
   });
 }
 
-// Splits a product into parts that depend on its sizes alone, so the bits do not depend on the thread count.
-struct Parts {
-  int64_t rows, columns;  // of one part
-  Parts(int64_t m, int64_t n) : rows(m), columns(n) {
-    constexpr int64_t wanted = 8, least = 64;
-    int64_t& split = m >= n ? rows : columns;
-    split = std::max(least, (split + wanted - 1) / wanted);
-    split = (split + 15) / 16 * 16;
+// For products with few rows or columns, where packing would not pay: split into parts that depend on the
+// sizes alone, so that the bits do not depend on the thread count. Few rows are taken one by one, as Eigen is
+// fastest there.
+template <class T>
+void multiply_narrow(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T> b, const T* bias, int64_t m,
+                     int64_t n, int64_t k, bool accumulate) {
+  const bool tall = m >= n;
+  constexpr int64_t part = 256;
+  const int64_t length = tall ? m : n, step = tall ? part : 1;
+  parallel_for(0, (length + part - 1) / part, parallel_work / (part * std::min(m, n) * k + 1) + 1,
+               [&](int64_t first, int64_t last) {
+                 for (int64_t at = first * part; at < std::min(last * part, length); at += part) {
+                   const int64_t column = tall ? 0 : at, columns = tall ? n : std::min(part, n - at);
+                   const int64_t begin = tall ? at : 0, end = tall ? std::min(at + part, m) : m;
+                   for (int64_t row = begin; row < end; row += step) {
+                     const int64_t rows = std::min(step, end - row);
+                     const MatrixView<T> to = c.from(row, column);
+                     if (bias)
+                       for (int64_t i = 0; i < rows; ++i)
+                         start_row(to.data + i * to.row_stride, bias + column, columns, accumulate);
+                     multiply<T>(to, a.from(row, 0), b.from(0, column), rows, columns, k, accumulate || bias);
+                   }
+                 }
+               });
+}
+
+// The product of packed operands follows Goto and van de Geijn (2008), with other cache levels: a tile of
+// `a`, `depth` long, stays in the first level while packed panels of `b` stream past it from the second. A
+// tile's sums fill the registers. Each element of c is summed in one order, whatever thread does it.
+constexpr int tile_rows = simd::vector_bytes == 64 ? 14 : 6, tile_vectors = 2;
+constexpr int64_t depth = 256, packed_depth = 1024, packed_panels = 16;
+constexpr int64_t pitch = depth + 16;  // between rows of a packed tile, so that they meet in no cache set
+constexpr int64_t tile_elements = tile_rows * pitch;
+constexpr int64_t tile_group = 8;  // tiles packed together, so that columns of `a` are read in long pieces
+
+template <class T>
+constexpr int64_t panel_width = int64_t{tile_vectors} * simd::lanes<T>;
+
+// c [M, N vectors] (+)= a @ b over `count` steps; b is a panel. Element (i, r) of the tile is a[i * pitch +
+// r] if it was packed by rows, a[r * tile_rows + i] otherwise.
+template <class T, int M, int N, bool by_rows>
+void multiply_tile(T* c, int64_t c_stride, const T* a, const T* b, int64_t count, bool accumulate) {
+  constexpr int lanes = simd::lanes<T>;
+  simd::Vector<T> sum[M][N];
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i)
+#pragma GCC unroll 16
+    for (int j = 0; j < N; ++j)
+      sum[i][j] = accumulate ? simd::load(c + i * c_stride + j * lanes) : simd::Vector<T>{};
+  for (int64_t r = 0; r < count; ++r) {
+    simd::Vector<T> right[N];
+#pragma GCC unroll 16
+    for (int j = 0; j < N; ++j) right[j] = simd::load(b + (r * N + j) * lanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < M; ++i) {
+      const simd::Vector<T> left = simd::splat(by_rows ? a[i * pitch + r] : a[r * tile_rows + i]);
+#pragma GCC unroll 16
+      for (int j = 0; j < N; ++j) sum[i][j] += left * right[j];
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < M; ++i)
+#pragma GCC unroll 16
+    for (int j = 0; j < N; ++j) simd::store(c + i * c_stride + j * lanes, sum[i][j]);
+}
+
+// Kernels for 2, 4, ... tile_rows rows.
+template <class T>
+using TileFunction = void (*)(T*, int64_t, const T*, const T*, int64_t, bool);
+
+template <class T, int N, bool by_rows>
+constexpr auto tile_functions = []<size_t... I>(std::index_sequence<I...>) {
+  return std::array<TileFunction<T>, sizeof...(I)>{
+      multiply_tile<T, 2 * (static_cast<int>(I) + 1), N, by_rows>...};
+}
+(std::make_index_sequence<tile_rows / 2>{});
+
+// The rows of a matrix shared out evenly, two by two, over as few tiles as hold them: kernels take an even
+// number.
+struct Tiles {
+  int64_t m, pairs, count;
+  explicit Tiles(int64_t rows)
+      : m(rows), pairs((m + 1) / 2), count((pairs + tile_rows / 2 - 1) / (tile_rows / 2)) {}
+  int64_t row(int64_t tile) const { return std::min(m, pairs * tile / count * 2); }
+};
+
+// Tiles [first, last) of a, `count` columns each. A row of zeros is added to an odd last one.
+template <class T>
+void pack_tiles(T* packed, MatrixView<const T> a, const Tiles& tiles, int64_t first, int64_t last,
+                int64_t count) {
+  if (a.column_stride == 1) {
+    for (int64_t tile = first; tile < last; ++tile, packed += tile_elements) {
+      const int64_t row = tiles.row(tile), rows = tiles.row(tile + 1) - row;
+      for (int64_t i = 0; i < rows; ++i) std::copy_n(a.from(row + i, 0).data, count, packed + i * pitch);
+      if (rows % 2) std::fill_n(packed + rows * pitch, count, T(0));
+    }
+    return;
+  }
+  constexpr int64_t whole = (tile_rows + simd::lanes<T> - 1) / simd::lanes<T> * simd::lanes<T>;
+  for (int64_t r = 0; r < count; ++r)
+    for (int64_t tile = first; tile < last; ++tile) {
+      const int64_t row = tiles.row(tile), rows = tiles.row(tile + 1) - row;
+      const T* from = a.from(row, r).data;
+      T* to = packed + (tile - first) * tile_elements + r * tile_rows;
+      if (row + whole <= tiles.m) {
+        std::copy_n(from, whole, to);  // what is too much will be overwritten
+      } else {
+        std::copy_n(from, rows, to);
+        if (rows % 2) to[rows] = 0;
+      }
+    }
+}
+
+// `count` rows of a panel: `columns` columns of b, filled up to `width` with zeros.
+template <class T>
+void pack_panel(T* panel, MatrixView<const T> b, int64_t count, int64_t columns, int64_t width) {
+  if (columns < width) std::fill_n(panel, count * width, T(0));
+  if (b.column_stride == 1 && columns == panel_width<T>)
+    for (int64_t r = 0; r < count; ++r)
+      std::copy_n(b.data + r * b.row_stride, panel_width<T>, panel + r * panel_width<T>);
+  else if (b.column_stride == 1)
+    for (int64_t r = 0; r < count; ++r) std::copy_n(b.data + r * b.row_stride, columns, panel + r * width);
+  else
+    simd::transpose(panel, width, b.data, b.column_stride, columns, count);
+}
+
+// One packed part of b: `k` rows and `n` columns, at most packed_depth and packed_panels panels.
+template <class T>
+struct PackedPanels {
+  Tensor memory;
+  T* data;
+  int64_t n, k, panels, width;  // width: of all panels; the last may be narrower
+
+  PackedPanels(int64_t columns, int64_t rows)
+      : n(columns),
+        k(rows),
+        panels((n + panel_width<T> - 1) / panel_width<T>),
+        width((n + simd::lanes<T> - 1) / simd::lanes<T> * simd::lanes<T>) {
+    memory = Tensor::empty({k * width}, dtype_of<T>);
+    data = memory.mutable_data<T>();
+  }
+  int64_t width_of(int64_t panel) const { return std::min(panel_width<T>, width - panel * panel_width<T>); }
+  int64_t columns_of(int64_t panel) const { return std::min(panel_width<T>, n - panel * panel_width<T>); }
+  /// Rows [first, first + count) of a panel; first is a multiple of `depth`, count is `depth` or what is
+  /// left.
+  T* at(int64_t panel, int64_t first, int64_t count) const {
+    return data + first * width + panel * panel_width<T> * count;
+  }
+
+  void fill(MatrixView<const T> b) {
+    const int64_t steps = (k + depth - 1) / depth, elements = depth * panel_width<T>;
+    parallel_for(0, panels * steps, parallel_elements / elements + 1, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t panel = i % panels, row = i / panels * depth, count = std::min(depth, k - row);
+        pack_panel(at(panel, row, count), b.from(row, panel * panel_width<T>), count, columns_of(panel),
+                   width_of(panel));
+      }
+    });
   }
 };
+
+// c [m, packed.n] (+)= a @ packed + bias.
+template <class T>
+void multiply_packed(MatrixView<T> c, MatrixView<const T> a, const PackedPanels<T>& packed, const T* bias,
+                     int64_t m, bool accumulate) {
+  const Tiles tiles(m);
+  const int64_t panels = packed.panels;
+  const bool by_rows = a.column_stride == 1;
+  parallel_for(
+      0, tiles.count * panels, parallel_work / (tile_rows * panel_width<T> * packed.k) + 1,
+      [&](int64_t first, int64_t last) {
+        alignas(64) T group[tile_group * tile_elements];
+        alignas(64) T edge[tile_rows * panel_width<T>];
+        const int64_t first_tile = first / panels, last_tile = (last - 1) / panels + 1;
+        for (int64_t r = 0; r < packed.k; r += depth) {
+          const int64_t count = std::min(depth, packed.k - r);
+          const bool add = accumulate || bias || r > 0;
+          for (int64_t i = first; i < last; ++i) {
+            const int64_t tile = i / panels, panel = i % panels, slot = (tile - first_tile) % tile_group;
+            if (slot == 0 && (panel == 0 || i == first))
+              pack_tiles(group, a.from(0, r), tiles, tile, std::min(tile + tile_group, last_tile), count);
+            const int64_t row = tiles.row(tile), rows = tiles.row(tile + 1) - row;
+            const int64_t column = panel * panel_width<T>, columns = packed.columns_of(panel);
+            const int64_t width = packed.width_of(panel);
+            const MatrixView<T> to = c.from(row, column);
+            if (bias && r == 0)
+              for (int64_t y = 0; y < rows; ++y)
+                start_row(to.from(y, 0).data, bias + column, columns, accumulate);
+
+            const auto kernel = static_cast<size_t>((rows + 1) / 2 - 1);
+            const auto multiply_into =
+                width == panel_width<T>
+                    ? (by_rows ? tile_functions<T, 2, true> : tile_functions<T, 2, false>)[kernel]
+                    : (by_rows ? tile_functions<T, 1, true> : tile_functions<T, 1, false>)[kernel];
+            const T* left = group + slot * tile_elements;
+            const T* right = packed.at(panel, r, count);
+            if (columns == width && rows % 2 == 0) {
+              multiply_into(to.data, to.row_stride, left, right, count, add);
+              continue;
+            }
+            // The kernel writes more than c holds.
+            for (int64_t y = 0; add && y < rows; ++y)
+              std::copy_n(to.from(y, 0).data, columns, edge + y * width);
+            multiply_into(edge, width, left, right, count, add);
+            for (int64_t y = 0; y < rows; ++y) std::copy_n(edge + y * width, columns, to.from(y, 0).data);
+          }
+        }
+      });
+}
+
+template <class T>
+void multiply_wide(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T> b, const T* bias, int64_t m,
+                   int64_t n, int64_t k, bool accumulate) {
+  const int64_t step = packed_panels * panel_width<T>;
+  for (int64_t column = 0; column < n; column += step)
+    for (int64_t row = 0; row < k; row += packed_depth) {
+      PackedPanels<T> packed(std::min(step, n - column), std::min(packed_depth, k - row));
+      packed.fill(b.from(row, column));
+      multiply_packed(c.from(0, column), a.from(0, row), packed, bias && row == 0 ? bias + column : nullptr,
+                      m, accumulate || row > 0);
+    }
+}
 
 template <class T>
 void product_of(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& bias, bool accumulate) {
   const int64_t m = c.size(-2), n = c.size(-1), k = a.size(-1);
   const Shape batch = c.shape().slice(0, c.dim() - 2);
   const int64_t batches = batch.numel();
-  const Parts parts(m, n);
-  const int64_t down = (m + parts.rows - 1) / parts.rows, across = (n + parts.columns - 1) / parts.columns;
   T* const c_data = c.mutable_data<T>();
   const T* const a_data = a.data<T>();
   const T* const b_data = b.data<T>();
   const T* const bias_data = bias.defined() ? bias.data<T>() : nullptr;
-  parallel_for(0, batches * down * across, m * n * k < 32768 ? 32768 / (m * n * k + 1) : 1,
-               [&](int64_t first, int64_t last) {
-                 for (int64_t task = first; task < last; ++task) {
-                   int64_t index = task / (down * across);
-                   const int64_t row = task / across % down * parts.rows, column = task % across * parts.columns;
-                   const int64_t rows = std::min(parts.rows, m - row), columns = std::min(parts.columns, n - column);
-                   T* to = c_data + row * c.strides()[-2] + column;
-                   const T* left = a_data + row * a.strides()[-2];
-                   const T* right = b_data + column * b.strides()[-1];
-                   for (int axis = batch.dim() - 1; axis >= 0; --axis) {
-                     const int64_t at = index % batch[axis];
-                     index /= batch[axis];
-                     to += at * c.strides()[axis];
-                     left += at * a.strides()[axis];
-                     right += at * b.strides()[axis];
-                   }
-                   if (bias_data)
-                     for (int64_t i = 0; i < rows; ++i) {
-                       T* line = to + i * c.strides()[-2];
-                       for (int64_t j = 0; j < columns; ++j)
-                         line[j] = accumulate ? line[j] + bias_data[column + j] : bias_data[column + j];
-                     }
-                   multiply<T>({to, c.strides()[-2], 1}, {left, a.strides()[-2], a.strides()[-1]},
-                               {right, b.strides()[-2], b.strides()[-1]}, rows, columns, k, accumulate || bias_data);
-                 }
-               });
+  const auto multiply_at = [&](int64_t index) {
+    MatrixView<T> to{c_data, c.strides()[-2], 1};
+    MatrixView<const T> left = matrix(a_data, a), right = matrix(b_data, b);
+    for (int axis = batch.dim() - 1; axis >= 0; --axis) {
+      const int64_t at = index % batch[axis];
+      index /= batch[axis];
+      to.data += at * c.strides()[axis];
+      left.data += at * a.strides()[axis];
+      right.data += at * b.strides()[axis];
+    }
+    if (m < few_rows || n < few_columns || k == 0)
+      multiply_narrow(to, left, right, bias_data, m, n, k, accumulate);
+    else
+      multiply_wide(to, left, right, bias_data, m, n, k, accumulate);
+  };
+  // Threads share out the batch if its products are too small to be shared out themselves.
+  const int64_t work = m * n * k;
+  if (work >= 16 * parallel_work)
+    for (int64_t i = 0; i < batches; ++i) multiply_at(i);
+  else
+    parallel_for(0, batches, parallel_work / (work + 1) + 1, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) multiply_at(i);
+    });
 }
 
 // An operand that can be used in place has a unit stride along its rows or its columns.
 Tensor usable(const Tensor& x) {
-  const bool rows = x.strides()[-1] == 1 || x.size(-1) == 1, columns = x.strides()[-2] == 1 || x.size(-2) == 1;
+  const bool rows = x.strides()[-1] == 1 || x.size(-1) == 1,
+             columns = x.strides()[-2] == 1 || x.size(-2) == 1;
   return rows || columns ? x : x.contiguous();
 }
 
@@ -117,7 +347,8 @@ void product_cpu(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& bias
   }
 }
 
-const Kernel<void(Tensor&, const Tensor&, const Tensor&, const Tensor&, bool)> product_kernel{"product", product_cpu};
+const Kernel<void(Tensor&, const Tensor&, const Tensor&, const Tensor&, bool)> product_kernel{"product",
+                                                                                              product_cpu};
 
 }  // namespace
 

@@ -457,7 +457,8 @@ Hdf5File Hdf5File::create(const std::string& path) {
   const Library library;
   const Id creation = plist(H5P_FILE_CREATE), access = plist(H5P_FILE_ACCESS);
   H5Pset_obj_track_times(creation, false);
-  H5Pset_libver_bounds(access, H5F_LIBVER_V18, H5F_LIBVER_LATEST);  // the first format with checksums
+  H5Pset_libver_bounds(access, H5F_LIBVER_V110,
+                       H5F_LIBVER_V110);  // the first format with checksums everywhere
   state->file = H5Fcreate(path.c_str(), H5F_ACC_TRUNC, creation, access);
   if (state->file < 0) fail_at(path, "cannot make the file: ", reason());
   return Hdf5File(std::move(state));
@@ -479,17 +480,17 @@ void Hdf5File::close() {
 std::vector<Hdf5File::Entry> Hdf5File::list(const std::string& group) const {
   const Library library;
   const Id parent = state_->open_as(group, H5I_GROUP, "group");
-  H5G_info_t info;
-  if (H5Gget_info(parent, &info) < 0) fail_at(path(), "cannot list '", group, "': ", reason());
+  // In the order of the file: for any other the library builds a table, and crashes where damage stops it.
+  std::vector<std::string> names;
+  const auto note = [](hid_t, const char* name, const H5L_info_t*, void* into) -> herr_t {
+    static_cast<std::vector<std::string>*>(into)->emplace_back(name);
+    return 0;
+  };
+  if (H5Literate(parent, H5_INDEX_NAME, H5_ITER_NATIVE, nullptr, note, &names) < 0)
+    fail_at(path(), "cannot list '", group, "': ", reason());
+  std::sort(names.begin(), names.end());
   std::vector<Entry> entries;
-  for (hsize_t i = 0; i < info.nlinks; ++i) {
-    const auto name_at = [&](char* into, size_t size) {
-      return H5Lget_name_by_idx(parent, ".", H5_INDEX_NAME, H5_ITER_INC, i, into, size, H5P_DEFAULT);
-    };
-    const ssize_t length = name_at(nullptr, 0);
-    if (length < 0) fail_at(path(), "cannot list '", group, "': ", reason());
-    std::string name(static_cast<size_t>(length), '\0');
-    name_at(name.data(), name.size() + 1);
+  for (const std::string& name : names) {
     const Id object{H5Oopen(parent, name.c_str(), H5P_DEFAULT), H5Oclose};
     if (object < 0) {
       // A soft or external link may lead nowhere; an object of this file must open.

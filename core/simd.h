@@ -211,8 +211,13 @@ void multiply_columns(const T* const* rows, int64_t count, int64_t depth, const 
   int64_t i = 0;
   for (; i + tall <= count; i += tall)
     multiply_micro<T, tall, N, by>(rows, i, depth, b, b_stride, c + i * c_stride, c_stride, accumulate);
-  for (; i < count; ++i)
-    multiply_micro<T, 1, N, by>(rows, i, depth, b, b_stride, c + i * c_stride, c_stride, accumulate);
+  const auto rest = [&]<int M>(std::integral_constant<int, M>) {
+    for (; i + M <= count; i += M)
+      multiply_micro<T, M, N, by>(rows, i, depth, b, b_stride, c + i * c_stride, c_stride, accumulate);
+  };
+  rest(std::integral_constant<int, 4>{});
+  rest(std::integral_constant<int, 2>{});
+  rest(std::integral_constant<int, 1>{});
 }
 
 /// c [count, width] (+)= a [count, depth] @ b [depth, width], the rows of `a` wherever pointers say. `width`

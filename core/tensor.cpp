@@ -280,22 +280,22 @@ Tensor Tensor::as_strided(const Shape& shape, const Shape& strides, int64_t offs
 }
 
 Tensor Tensor::reshape(const Shape& wanted) const {
-  Shape shape = wanted;
+  Shape shape = wanted, known;
   int unknown = -1;
-  int64_t known = 1;
   for (int axis = 0; axis < shape.dim(); ++axis) {
-    if (shape[axis] == -1 && unknown < 0)
+    if (shape[axis] == -1 && unknown < 0) {
       unknown = axis;
-    else
-      known *= shape[axis];
+      continue;
+    }
+    check(shape[axis] >= 0, Error::Kind::Shape, "[reshape] ", shape_, " does not fit ", wanted);
+    known.push_back(shape[axis]);
   }
   if (unknown >= 0) {
-    check(known != 0 && numel() % known == 0, Error::Kind::Shape, "[reshape] ", shape_, " does not fit ",
+    const int64_t rest = known.numel();
+    check(rest != 0 && numel() % rest == 0, Error::Kind::Shape, "[reshape] ", shape_, " does not fit ",
           wanted);
-    shape[unknown] = numel() / known;
+    shape[unknown] = numel() / rest;
   }
-  for (int64_t size : shape)
-    check(size >= 0, Error::Kind::Shape, "[reshape] ", shape_, " does not fit ", wanted);
   check(shape.numel() == numel(), Error::Kind::Shape, "[reshape] ", shape_, " has ", numel(), " elements, ",
         wanted, " has ", shape.numel());
   if (shape == shape_) return *this;
@@ -387,8 +387,8 @@ Tensor Tensor::expand(const Shape& shape) const {
   Shape strides = shape;
   for (int axis = 0; axis < shape.dim(); ++axis) {
     const int64_t old = axis < extra ? 1 : shape_[axis - extra];
-    check(old == shape[axis] || old == 1, Error::Kind::Shape, "[expand] ", shape_, " does not expand to ",
-          shape);
+    check(old == shape[axis] || (old == 1 && shape[axis] >= 0), Error::Kind::Shape, "[expand] ", shape_,
+          " does not expand to ", shape);
     strides[axis] = axis < extra || old != shape[axis] ? 0 : strides_[axis - extra];
   }
   return as_strided(shape, strides, offset_);
