@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "torus/autograd/tape.h"
 #include "torus/ops/attention/backend.h"
-#include "torus/ops/attention/map.h"
+#include "torus/ops/ops.h"
 
 namespace torus {
 
@@ -45,6 +46,47 @@ void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v) {
 }
 
 Tensor unit_stride(const Tensor& x) { return x.strides()[3] == 1 || x.size(3) <= 1 ? x : x.contiguous(); }
+
+// The shape that a dense bias of fewer axes stands for: 4 axes.
+Variable four_axes(const Variable& x) {
+  Shape shape = x.shape();
+  while (shape.dim() < 4) shape.insert(0, 1);
+  return shape == x.shape() ? x : reshape(x, shape);
+}
+
+void check_bias(const AttentionBias& bias, const AttentionProblem& problem) {
+  const Tensor& value = bias.value().value();
+  if (bias.kind() == AttentionBias::Kind::alibi) {
+    check(value.size(0) == problem.heads(), Error::Kind::Shape,
+          "[attention] alibi needs one slope for each of ", problem.heads(), " heads, got ", value.size(0));
+    return;
+  }
+  check(value.dtype() == problem.q.dtype(), Error::Kind::DType, "[attention] a bias must be ",
+        problem.q.dtype(), " as q, got ", value.dtype());
+  if (bias.kind() == AttentionBias::Kind::dense) {
+    const Shape scores{problem.batch(), problem.heads(), problem.queries(), problem.keys()};
+    for (int a = 0; a < 4; ++a)
+      check(value.size(a) == scores[a] || value.size(a) == 1, Error::Kind::Shape,
+            "[attention] a bias must broadcast to ", scores, ", got ", value.shape());
+    return;
+  }
+  check(value.size(0) == 1 || value.size(0) == problem.heads(), Error::Kind::Shape,
+        "[attention] a table of relative biases must be for 1 or ", problem.heads(), " heads, got ",
+        value.size(0));
+  const detail::Grid grid("relative_bias", bias.grid());
+  grid.check_tokens("relative_bias", problem.queries(), "queries");
+  grid.check_tokens("relative_bias", problem.keys(), "keys");
+}
+
+// The gradient of what is added to all scores of a row alike: weights do not change, and lse by as much.
+Tensor row_gradient(const AttentionGradients& g, DType dtype) {
+  if (!g.d_lse.defined()) return Tensor();
+  Tensor no_key = Tensor::empty(g.lse.shape(), boolean);
+  const Tensor lse = g.lse.to(f64).contiguous();
+  for (int64_t i = 0; i < lse.numel(); ++i)
+    no_key.mutable_data<bool>()[i] = lse.data<double>()[i] == -std::numeric_limits<double>::infinity();
+  return masked_fill(Variable(g.d_lse), no_key, 0).value().to(dtype).unsqueeze(3);
+}
 
 const AttentionBackend& choose(const AttentionProblem& problem, Backend wanted) {
   std::string refusals;
@@ -99,7 +141,17 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
   problem.k = unit_stride(k.value());
   problem.v = unit_stride(v.value());
   problem.mask = options.mask;
-  problem.mask.rule().check_lengths(problem.queries(), problem.keys());
+  problem.mask.rule().check_shape({problem.queries(), problem.keys(), problem.batch(), problem.heads()});
+  std::vector<Variable> inputs{q, k, v};
+  for (const AttentionBias& term : options.bias) {
+    problem.bias.push_back(term.kind() == AttentionBias::Kind::dense ? AttentionBias(four_axes(term.value()))
+                                                                     : term);
+    check_bias(problem.bias.back(), problem);
+    inputs.push_back(problem.bias.back().value());
+  }
+  check(std::isfinite(options.softcap) && options.softcap >= 0, Error::Kind::Value,
+        "[attention] softcap must be at least 0, got ", options.softcap);
+  problem.softcap = options.softcap;
   problem.scale =
       options.scale.value_or(1 / std::sqrt(static_cast<double>(std::max<int64_t>(problem.width(), 1))));
   check(std::isfinite(problem.scale), Error::Kind::Value, "[attention] scale must be finite, got ",
@@ -123,14 +175,21 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
   backend.forward(problem, out, lse);
 
   // Saved: the operands, out (for delta = rowsum(dO * O)) and lse (to recompute the weights).
-  const Saved saved_q(problem.q), saved_k(problem.k), saved_v(problem.v), saved_out(out), saved_lse(lse);
+  std::vector<Saved> saved;
+  for (const Tensor& x : {problem.q, problem.k, problem.v, out, lse}) saved.emplace_back(x);
+  std::vector<AttentionBias> terms;  // handles would keep the tape of their values: values are saved alone
+  for (AttentionBias& term : problem.bias) {
+    saved.emplace_back(term.value().value());
+    terms.push_back(term.with(Variable()));
+  }
   problem.q = problem.k = problem.v = Tensor();
-  auto results = record("attention", std::vector{q, k, v}, std::vector{out, lse},
-                        [=, run = backend.backward](const OutputGrads& grads) mutable -> std::vector<Tensor> {
+  problem.bias.clear();
+  auto results = record("attention", inputs, std::vector{out, lse},
+                        [=, run = backend.backward](const OutputGrads& grads) -> std::vector<Tensor> {
                           AttentionProblem again = problem;
-                          again.q = saved_q.get(), again.k = saved_k.get(), again.v = saved_v.get();
+                          again.q = saved[0].get(), again.k = saved[1].get(), again.v = saved[2].get();
                           AttentionGradients g;
-                          g.out = saved_out.get(), g.lse = saved_lse.get();
+                          g.out = saved[3].get(), g.lse = saved[4].get();
                           g.d_out = grads[0].defined() ? unit_stride(grads[0]) : Tensor();
                           g.d_lse = grads[1];
                           const auto like = [&](const Tensor& x) {
@@ -140,8 +199,22 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
                           if (grads.wants(0)) g.dq = like(again.q);
                           if (grads.wants(1)) g.dk = like(again.k);
                           if (grads.wants(2)) g.dv = like(again.v);
+                          std::vector<Tensor> constant_along_keys(terms.size());
+                          for (size_t i = 0; i < terms.size(); ++i) {
+                            const Tensor& value = saved[5 + i].get();
+                            again.bias.push_back(terms[i].with(Variable(value)));
+                            g.d_bias.emplace_back();
+                            if (!grads.wants(3 + i)) continue;
+                            if (terms[i].kind() == AttentionBias::Kind::dense && value.size(3) == 1)
+                              constant_along_keys[i] = row_gradient(g, value.dtype());
+                            else
+                              g.d_bias[i] = Tensor::empty(value.shape(), value.dtype(), value.device());
+                          }
                           run(again, g);
-                          return {g.dq, g.dk, g.dv};
+                          std::vector<Tensor> result{g.dq, g.dk, g.dv};
+                          for (size_t i = 0; i < terms.size(); ++i)
+                            result.push_back(g.d_bias[i].defined() ? g.d_bias[i] : constant_along_keys[i]);
+                          return result;
                         });
   return {results[0], results[1]};
 }

@@ -7,6 +7,7 @@
 
 #include "torus/autograd/variable.h"
 #include "torus/core/random.h"
+#include "torus/ops/attention/bias.h"
 #include "torus/ops/attention/mask.h"
 
 namespace torus {
@@ -20,9 +21,11 @@ const char* name(Backend backend);
 
 struct AttentionOptions {
   Mask mask = full();
-  std::optional<double> scale = {};  // any finite number; 1 / sqrt(D) if not given
-  double dropout = 0;                // probability that an attention weight is dropped; 0 <= p <= 1
-  bool deterministic = true;         // same inputs, same bits, for any thread count
+  std::optional<double> scale = {};      // any finite number; 1 / sqrt(D) if not given
+  std::vector<AttentionBias> bias = {};  // added to the scores, one after another
+  double softcap = 0;         // c > 0: scores become c * tanh(scale * q.k / c) before the bias; 0: they stay
+  double dropout = 0;         // probability that an attention weight is dropped; 0 <= p <= 1
+  bool deterministic = true;  // same inputs, same bits, for any thread count
   Backend backend = Backend::automatic;
   Generator* generator = nullptr;  // of the dropout; default_generator() if null
 };
@@ -33,12 +36,13 @@ struct AttentionOutput {
       lse;  // [B, H, Nq], natural logarithm of the sum of exponentials, f32 (f64 for f64); differentiable
 };
 
-/// softmax(scale * q k^T, over the keys that the mask allows) v, row by row (Vaswani et al., 2017), without a
-/// tensor of Nq x Nk (Dao et al., "FlashAttention", 2022). q [B, H, Nq, D], k [B, Hk, Nk, D], v [B, Hk, Nk,
-/// Dv], of one floating dtype; H a multiple of Hk: query head h reads key head h / (H / Hk). Strides are free
-/// where the last is 1; other operands are copied. `out` is laid out so that transpose(out, 1, 2) is
-/// contiguous. A row with no key, or with scores of -inf alone, gives out 0, lse -inf and zero gradients.
-/// Throws Error{Shape, DType, Value}, and Error{Device} listing each refusal if no backend can run.
+/// softmax(softcap(scale * q k^T) + bias, over the keys that the mask allows) v, row by row (Vaswani et al.,
+/// 2017), without a tensor of Nq x Nk (Dao et al., "FlashAttention", 2022). q [B, H, Nq, D], k [B, Hk, Nk,
+/// D], v [B, Hk, Nk, Dv], of one floating dtype; H a multiple of Hk: query head h reads key head h / (H /
+/// Hk). Strides are free where the last is 1; other operands are copied. `out` is laid out so that
+/// transpose(out, 1, 2) is contiguous. A row with no key, or with scores of -inf alone, gives out 0, lse -inf
+/// and zero gradients. Throws Error{Shape, DType, Value}, and Error{Device} listing each refusal if no
+/// backend can run.
 AttentionOutput attention(const Variable& q, const Variable& k, const Variable& v,
                           const AttentionOptions& options = {});
 

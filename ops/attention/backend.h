@@ -47,6 +47,8 @@ struct AttentionProblem {
   Tensor q, k, v;  // unit last stride
   Mask mask;
   double scale = 1;
+  std::vector<AttentionBias> bias;  // values of 4 axes (dense), or as their functions say
+  double softcap = 0;
   AttentionDropout dropout;
   bool deterministic = true;
 
@@ -62,7 +64,10 @@ struct AttentionProblem {
 /// Gradients in; gradients out (undefined where not wanted).
 struct AttentionGradients {
   Tensor out, lse, d_out, d_lse;  // d_out or d_lse may be undefined, not both
-  Tensor dq, dk, dv;              // set by the backend: which of them are defined says what is wanted
+  // Filled by the backend: those that are defined are wanted. `d_bias` has one for each term of the problem,
+  // contiguous and of the term's shape.
+  Tensor dq, dk, dv;
+  std::vector<Tensor> d_bias;
 };
 
 /// A fused implementation.

@@ -1,17 +1,21 @@
-// The fused kernels on the CPU. 64 owners (queries in forward, keys in backward) lie on the lanes of vectors;
-// the others pass by in blocks of up to 64 rows, reached through pointers, so any order of tokens costs the
-// same. 16-bit operands are widened block by block.
+// The fused kernels on the CPU. Up to 64 owners (queries in forward, keys in backward) lie on the lanes of
+// vectors; the others pass by in blocks of up to 64 rows, reached through pointers, so any order of tokens
+// costs the same. Where bits leave much of a block out, each vector of lanes gets a panel of the rows that it
+// needs. 16-bit operands are widened block by block.
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <thread>
 #include <vector>
 
 #include "torus/core/parallel.h"
 #include "torus/core/simd.h"
+#include "torus/core/vector_math.h"
 #include "torus/ops/attention/backend.h"
 #include "torus/ops/attention/map.h"
 
@@ -46,7 +50,16 @@ int64_t padded(int64_t count) {
   return (count + simd::lanes<T> - 1) / simd::lanes<T> * simd::lanes<T>;
 }
 
-// One head: `tokens` rows, each contiguous.
+// Calls f(std::true_type or std::false_type), so that its loops do not ask again and again.
+template <class F>
+void with_bool(bool value, F&& f) {
+  if (value)
+    f(std::true_type{});
+  else
+    f(std::false_type{});
+}
+
+// One head: a contiguous row for each token.
 template <class S>
 struct Head {
   S* first;
@@ -59,6 +72,110 @@ Head<const S> read_head(const Tensor& x, int64_t b, int64_t h) {
   return {x.data<S>() + b * x.strides()[0] + h * x.strides()[1], x.strides()[2]};
 }
 
+template <class S>
+Head<S> write_head(S* data, const Tensor& x, int64_t b, int64_t h) {
+  return {data + b * x.strides()[0] + h * x.strides()[1], x.strides()[2]};
+}
+
+using Tokens = std::span<const int64_t>;
+
+bool contiguous(Tokens tokens) {
+  return tokens.back() - tokens.front() + 1 == static_cast<int64_t>(tokens.size()) &&
+         std::is_sorted(tokens.begin(), tokens.end());
+}
+
+// to[d][lane] = row of the lane's token, 0 beyond them.
+template <class S, class T>
+void pack_transposed(T* to, const Head<const S>& head, Tokens tokens, int64_t width) {
+  const auto count = static_cast<int64_t>(tokens.size());
+  for (int64_t d = 0; count < tile_size && d < width; ++d)
+    std::fill(to + d * tile_size + count, to + (d + 1) * tile_size, T(0));
+  if (contiguous(tokens))
+    return simd::transpose(to, tile_size, head.row(tokens[0]), head.stride, count, width);
+  for (int64_t i = 0; i < count; ++i) {
+    const S* row = head.row(tokens[static_cast<size_t>(i)]);
+    for (int64_t d = 0; d < width; ++d) to[d * tile_size + i] = row[d];
+  }
+}
+
+// The inverse.
+template <class S, class T>
+void unpack_transposed(const Head<S>& head, const T* from, Tokens tokens, int64_t width) {
+  const auto count = static_cast<int64_t>(tokens.size());
+  if (contiguous(tokens))
+    return simd::transpose(head.row(tokens[0]), head.stride, from, tile_size, width, count);
+  for (int64_t i = 0; i < count; ++i) {
+    S* row = head.row(tokens[static_cast<size_t>(i)]);
+    for (int64_t d = 0; d < width; ++d) row[d] = static_cast<S>(from[d * tile_size + i]);
+  }
+}
+
+// Up to 64 others that a tile visits.
+struct Block {
+  int64_t tokens[tile_size];
+  int64_t count;
+  const uint64_t* bits;  // one word an other; nullptr: every pair is allowed
+};
+
+template <class F>
+void for_each_block(const MaskMap& map, Side side, int64_t tile, F&& f) {
+  const SideMap& m = map.side(side);
+  Block block;
+  for (const Visit& visit : m.of_tile(tile))
+    for (int64_t at = 0; at < visit.count; at += tile_size) {
+      block.count = std::min(tile_size, visit.count - at);
+      for (int64_t i = 0; i < block.count; ++i)
+        block.tokens[i] = visit.kind == Visit::Kind::gather
+                              ? m.lists[static_cast<size_t>(visit.first + at + i)]
+                              : visit.first + at + i;
+      block.bits = nullptr;
+      if (visit.kind != Visit::Kind::interval) {
+        const int32_t id = m.atom_ids[static_cast<size_t>(visit.atoms + at / tile_size)];
+        if (id >= 0) block.bits = map.atoms[static_cast<size_t>(id)].data();
+      }
+      f(block);
+    }
+}
+
+// The rows of a block that some of a group of lanes need.
+struct Panel {
+  int64_t lane, lanes;  // first lane, and how many
+  int64_t count;
+  bool masked;  // look at `words`
+  int64_t rows[tile_size];
+  uint64_t words[tile_size];  // shifted so that bit 0 is lane `lane`
+};
+
+template <class T, class F>
+void for_each_panel(const Block& block, int64_t used_lanes, F&& f) {
+  constexpr int64_t lanes = simd::lanes<T>;
+  Panel panel;
+  const auto all_rows = [&](bool masked) {
+    panel.lane = 0, panel.lanes = used_lanes, panel.count = block.count, panel.masked = masked;
+    std::iota(panel.rows, panel.rows + block.count, 0);
+    if (masked) std::copy(block.bits, block.bits + block.count, panel.words);
+    f(static_cast<const Panel&>(panel));
+  };
+  if (!block.bits) return all_rows(false);
+  constexpr uint64_t group = lanes == 64 ? ~uint64_t{0} : (uint64_t{1} << lanes) - 1;
+  int64_t needed = 0;
+  for (int64_t lane = 0; lane < used_lanes; lane += lanes)
+    for (int64_t r = 0; r < block.count; ++r) needed += (block.bits[r] >> lane & group) != 0;
+  // Wide panels are a little faster for each score, so splitting must save something.
+  if (8 * needed * lanes >= 7 * block.count * used_lanes) return all_rows(true);
+  panel.lanes = lanes, panel.masked = true;
+  for (panel.lane = 0; panel.lane < used_lanes; panel.lane += lanes) {
+    panel.count = 0;
+    for (int64_t r = 0; r < block.count; ++r) {
+      const uint64_t word = block.bits[r] >> panel.lane & group;
+      if (word == 0) continue;
+      panel.rows[panel.count] = r;
+      panel.words[panel.count++] = word;
+    }
+    if (panel.count > 0) f(static_cast<const Panel&>(panel));
+  }
+}
+
 // Rows of one block as the arithmetic wants them: in place, or widened.
 template <class S>
 class Rows {
@@ -66,87 +183,274 @@ class Rows {
   using T = Compute<S>;
   explicit Rows(int64_t width) : width_(width), wide_(std::is_same_v<S, T> ? 0 : tile_size * width) {}
 
-  void set(const Head<const S>& head, int64_t first, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-      const S* row = head.row(first + i);
+  void set(const Head<const S>& head, const Block& block) {
+    for (int64_t i = 0; i < block.count; ++i) {
+      const S* row = head.row(block.tokens[i]);
       if constexpr (std::is_same_v<S, T>) {
-        pointers_[i] = row;
+        rows_[i] = row;
       } else {
         T* to = wide_ + i * width_;
         for (int64_t d = 0; d < width_; ++d) to[d] = row[d];
-        pointers_[i] = to;
+        rows_[i] = to;
       }
     }
-    count_ = count;
   }
-  const T* const* pointers() const { return pointers_; }
-  const T* operator[](int64_t i) const { return pointers_[i]; }
-  bool finite() const {
-    return std::all_of(pointers_, pointers_ + count_,
-                       [&](const T* row) { return simd::all_finite(row, width_); });
+  /// The rows of a panel.
+  const T* const* of(const Panel& panel) {
+    for (int64_t i = 0; i < panel.count; ++i) chosen_[i] = rows_[panel.rows[i]];
+    return chosen_;
+  }
+  bool finite(int64_t count) const {
+    return std::all_of(rows_, rows_ + count, [&](const T* row) { return simd::all_finite(row, width_); });
   }
 
  private:
-  int64_t width_, count_ = 0;
+  int64_t width_;
   Scratch<T> wide_;
-  const T* pointers_[tile_size];
+  const T *rows_[tile_size], *chosen_[tile_size];
 };
-
-// to[d][lane] = row lane, 0 beyond `count`.
-template <class S, class T>
-void pack_transposed(T* to, const Head<const S>& head, int64_t first, int64_t count, int64_t width) {
-  for (int64_t d = 0; count < tile_size && d < width; ++d)
-    std::fill(to + d * tile_size + count, to + (d + 1) * tile_size, T(0));
-  simd::transpose(to, tile_size, head.row(first), head.stride, count, width);
-}
-
-// Calls f(first, count, bits) for each block of up to 64 others; `bits` has one word an other, nullptr: all
-// allowed.
-template <class F>
-void for_each_block(const MaskMap& map, Side side, int64_t tile, F&& f) {
-  for (const Visit& visit : map.side(side).of_tile(tile))
-    for (int64_t at = 0; at < visit.count; at += tile_size) {
-      const uint64_t* bits = nullptr;
-      if (!visit.whole()) {
-        const int32_t id = map.side(side).atom_ids[static_cast<size_t>(visit.atoms + at / tile_size)];
-        bits = map.atoms[static_cast<size_t>(id)].data();
-      }
-      f(visit.first + at, std::min(tile_size, visit.count - at), bits);
-    }
-}
 
 // c[i][lane] += sum over r of rows[r][i] * b[r][lane], over the allowed pairs (r, lane) alone: 0 times NaN is
 // NaN, so where values are not finite a masked weight of 0 does not suffice.
 template <class T>
-void multiply_allowed(const T* const* rows, int64_t count, int64_t depth, const T* b, T* c,
-                      const uint64_t* bits) {
-  for (int64_t r = 0; r < depth; ++r)
+void multiply_allowed(const T* const* rows, int64_t count, const Panel& panel, const T* b, T* c) {
+  for (int64_t r = 0; r < panel.count; ++r)
     for (int64_t i = 0; i < count; ++i)
-      for (int64_t lane = 0; lane < tile_size; ++lane)
-        if (bits[r] >> lane & 1) c[i * tile_size + lane] += rows[r][i] * b[r * tile_size + lane];
+      for (int64_t lane = 0; lane < panel.lanes; ++lane)
+        if (panel.words[r] >> lane & 1) c[i * tile_size + lane] += rows[r][i] * b[r * tile_size + lane];
 }
 
 // factors[lane] = 1 / (1 - p) for a kept weight, 0 for a dropped one.
 template <class T, class RowWord, class Key>
-void dropout_factors(T* factors, uint32_t threshold, T keep_scale, RowWord row_word, Key key) {
-  for (uint32_t lane = 0; lane < tile_size; ++lane)
+void dropout_factors(T* factors, int64_t lanes, uint32_t threshold, T keep_scale, RowWord row_word, Key key) {
+  for (int64_t lane = 0; lane < lanes; ++lane)
     factors[lane] = AttentionDropout::mix(row_word(lane), key(lane)) >= threshold ? keep_scale : T(0);
 }
 
-// Calls f(std::true_type or std::false_type), so that its loops do not ask again and again.
-template <class F>
-void with_bool(bool value, F&& f) {
-  if (value)
-    f(std::true_type{});
-  else
-    f(std::false_type{});
-}
-
-// Lanes `lane`... of `allowed` where `word` has a bit, `otherwise` elsewhere.
+// `allowed` in the lanes from `lane` on where `word` has a bit, `otherwise` elsewhere.
 template <class T>
 Vector<T> select(uint64_t word, int64_t lane, Vector<T> allowed, T otherwise) {
   return simd::lanes_of_bits<T>(word >> lane) ? allowed : splat(otherwise);
 }
+
+// ---------------------------------------------------------------------------------------------------- bias
+
+// Tokens of a panel: those of its rows and those of its lanes.
+struct Pairs {
+  const Block& block;
+  const Panel& panel;
+  Tokens owners;
+  Side side;  // of the owners
+  int64_t row_token(int64_t r) const { return block.tokens[panel.rows[r]]; }
+  /// 0 for a lane without a token.
+  int64_t lane_token(int64_t lane) const {
+    const auto i = static_cast<size_t>(panel.lane + lane);
+    return i < owners.size() ? owners[i] : owners[0];
+  }
+};
+
+// All terms of one problem. What is added to a score, and the way back, is found pair by pair: simple, and
+// cheap beside the products.
+template <class S>
+class Bias {
+ public:
+  using T = Compute<S>;
+
+  explicit Bias(const AttentionProblem& problem) : p_(problem) {
+    for (const AttentionBias& term : problem.bias) {
+      Term t{term.kind(), term.value().value(), {}, {}};
+      if (t.kind == AttentionBias::Kind::relative) {
+        int64_t stride = 1;
+        t.axes.resize(term.grid().size());
+        for (size_t a = term.grid().size(); a-- > 0;) {
+          Axis& axis = t.axes[a];
+          axis.length = term.grid()[a];
+          const int64_t size = t.value.shape()[static_cast<int>(a) + 1], length = axis.length;
+          for (int64_t offset = -(length - 1); offset < length; ++offset) {
+            int64_t o = offset;
+            if (term.wrapped()[a]) {
+              o = (o % length + length) % length;
+              if (o > (length - 1) / 2) o -= length;
+            }
+            axis.place.push_back(
+                static_cast<int32_t>((std::clamp(o, -(size / 2), size / 2) + size / 2) * stride));
+          }
+          stride *= size;
+        }
+        t.table = t.value.contiguous();
+      } else if (t.kind == AttentionBias::Kind::dense) {
+        t.value = t.value.expand({problem.batch(), problem.heads(), problem.queries(), problem.keys()});
+      } else {
+        t.table = t.value.to(f64).contiguous();
+      }
+      terms_.push_back(std::move(t));
+    }
+  }
+
+  bool any() const { return !terms_.empty(); }
+
+  /// scores[r][lane] += the bias of the pair.
+  void add(T* scores, const Pairs& pairs, int64_t b, int64_t h) const {
+    for (const Term& term : terms_)
+      for_each_pair(term, pairs, b, h, [&](int64_t r, int64_t lane, auto index) {
+        T& score = scores[r * tile_size + lane];
+        if (term.kind == AttentionBias::Kind::dense)
+          score += static_cast<T>(term.value.template data<S>()[index]);
+        else if (term.kind == AttentionBias::Kind::relative)
+          score += static_cast<T>(term.table.template data<S>()[index]);
+        else
+          score -= static_cast<T>(term.table.template data<double>()[h] * static_cast<double>(index));
+      });
+  }
+
+  /// Adds d_scores to the gradient of term i: `grad` is laid out as the contiguous term is.
+  void add_gradient(size_t i, T* grad, const Shape& strides, const T* d_scores, const Pairs& pairs, int64_t b,
+                    int64_t h) const {
+    Term term{terms_[i].kind, terms_[i].value, terms_[i].table, terms_[i].axes};
+    if (term.kind == AttentionBias::Kind::dense)
+      term.value = term.value.as_strided(term.value.shape(), strides, 0);
+    const auto lanes =
+        std::min(pairs.panel.lanes, static_cast<int64_t>(pairs.owners.size()) - pairs.panel.lane);
+    for_each_pair(term, pairs, b, h, [&](int64_t r, int64_t lane, int64_t index) {
+      if (lane < lanes) grad[index] += d_scores[r * tile_size + lane];
+    });
+  }
+
+  /// Elements of one head's table; whether all heads share it.
+  int64_t table_size(size_t i) const {
+    return terms_[i].value.numel() / std::max<int64_t>(terms_[i].value.size(0), 1);
+  }
+  bool table_shared(size_t i) const { return terms_[i].value.size(0) == 1; }
+
+ private:
+  struct Axis {
+    int64_t length = 1;
+    std::vector<int32_t> place;  // of offset o at o + length - 1
+  };
+  struct Term {
+    AttentionBias::Kind kind;
+    Tensor value, table;
+    std::vector<Axis> axes;
+  };
+
+  // f(r, lane, index of the element), or for alibi the distance of the pair.
+  template <class F>
+  void for_each_pair(const Term& term, const Pairs& pairs, int64_t b, int64_t h, F&& f) const {
+    const bool queries_own = pairs.side == Side::query;
+    const int64_t lanes = pairs.panel.lanes;
+    int64_t lane_tokens[tile_size];
+    for (int64_t lane = 0; lane < lanes; ++lane) lane_tokens[lane] = pairs.lane_token(lane);
+    if (term.kind == AttentionBias::Kind::dense) {
+      const Shape& strides = term.value.strides();
+      const int64_t first = b * strides[0] + h * strides[1];
+      const int64_t row_stride = strides[queries_own ? 3 : 2], lane_stride = strides[queries_own ? 2 : 3];
+      for (int64_t r = 0; r < pairs.panel.count; ++r)
+        for (int64_t lane = 0; lane < lanes; ++lane)
+          f(r, lane, first + pairs.row_token(r) * row_stride + lane_tokens[lane] * lane_stride);
+    } else if (term.kind == AttentionBias::Kind::alibi) {
+      const int64_t shift = p_.keys() - p_.queries();
+      for (int64_t r = 0; r < pairs.panel.count; ++r)
+        for (int64_t lane = 0; lane < lanes; ++lane) {
+          const int64_t q = queries_own ? lane_tokens[lane] : pairs.row_token(r);
+          const int64_t k = queries_own ? pairs.row_token(r) : lane_tokens[lane];
+          f(r, lane, std::abs(k - q - shift));
+        }
+    } else {
+      const int64_t head_size = term.value.numel() / std::max<int64_t>(term.value.size(0), 1);
+      const int64_t first = term.value.size(0) == 1 ? 0 : h * head_size;
+      const size_t axes = term.axes.size();
+      std::array<std::array<int32_t, tile_size>, max_grid_axes> lane_coord;
+      for (int64_t lane = 0; lane < lanes; ++lane)
+        for (size_t a = axes, rest = static_cast<size_t>(lane_tokens[lane]); a-- > 0;) {
+          const auto length = static_cast<size_t>(term.axes[a].length);
+          lane_coord[a][static_cast<size_t>(lane)] = static_cast<int32_t>(rest % length);
+          rest /= length;
+        }
+      int32_t index[tile_size];
+      for (int64_t r = 0; r < pairs.panel.count; ++r) {
+        std::fill(index, index + lanes, 0);
+        auto rest = pairs.row_token(r);
+        for (size_t a = axes; a-- > 0;) {
+          const int64_t length = term.axes[a].length;
+          const auto coord = static_cast<int32_t>(rest % length);
+          rest /= length;
+          const int32_t* place = term.axes[a].place.data() + length - 1;
+          for (int64_t lane = 0; lane < lanes; ++lane) {
+            const int32_t other = lane_coord[a][static_cast<size_t>(lane)];
+            index[lane] += place[queries_own ? coord - other : other - coord];
+          }
+        }
+        for (int64_t lane = 0; lane < lanes; ++lane) f(r, lane, first + index[lane]);
+      }
+    }
+  }
+
+  const AttentionProblem& p_;
+  std::vector<Term> terms_;
+};
+
+// The maps of all matrices; most masks have one for all.
+class Maps {
+ public:
+  explicit Maps(const AttentionProblem& p) : heads_(p.heads()) {
+    const MaskRule& rule = p.mask.rule();
+    per_batch_ = rule.per_batch(), per_head_ = rule.per_head();
+    for (int64_t b = 0; b < (per_batch_ ? p.batch() : 1); ++b)
+      for (int64_t h = 0; h < (per_head_ ? p.heads() : 1); ++h)
+        maps_.push_back(rule.map({p.queries(), p.keys(), p.batch(), p.heads(), b, h}));
+  }
+  const MaskMap& of(int64_t b, int64_t h) const {
+    return *maps_[static_cast<size_t>((per_batch_ ? b * (per_head_ ? heads_ : 1) : 0) + (per_head_ ? h : 0))];
+  }
+  /// The most tiles that a side has in any map.
+  int64_t tiles(Side side) const {
+    int64_t most = 0;
+    for (const auto& map : maps_) most = std::max(most, map->side(side).tiles);
+    return most;
+  }
+
+ private:
+  bool per_batch_, per_head_;
+  int64_t heads_;
+  std::vector<std::shared_ptr<const MaskMap>> maps_;
+};
+
+// What softcap and bias make of q.k. Plain scores are left to be scaled where they are used.
+template <class S>
+class Scores {
+ public:
+  using T = Compute<S>;
+  explicit Scores(const AttentionProblem& p) : bias(p), p_(p) {}
+
+  /// Whether `finish` must be called, and then scores need no more scaling.
+  bool finishes() const { return bias.any() || p_.softcap > 0; }
+  T scale() const { return finishes() ? T(1) : static_cast<T>(p_.scale); }
+
+  /// scores = softcap(scale * scores) + bias. `slope`, if given, gets the derivative by q.k.
+  void finish(T* scores, T* slope, const Pairs& pairs, int64_t b, int64_t h) const {
+    const T scale = static_cast<T>(p_.scale), cap = static_cast<T>(p_.softcap);
+    for (int64_t r = 0; r < pairs.panel.count; ++r) {
+      T* s = scores + r * tile_size;
+      T* d = slope ? slope + r * tile_size : nullptr;
+      if (p_.softcap > 0) {
+        for (int64_t lane = 0; lane < pairs.panel.lanes; ++lane) {
+          const T t = vmath::tanh(s[lane] * scale / cap);
+          s[lane] = cap * t;
+          if (d) d[lane] = (1 - t * t) * scale;
+        }
+      } else {
+        for (int64_t lane = 0; lane < pairs.panel.lanes; ++lane) s[lane] *= scale;
+        if (d) std::fill(d, d + pairs.panel.lanes, scale);
+      }
+    }
+    bias.add(scores, pairs, b, h);
+  }
+
+  const Bias<S> bias;
+
+ private:
+  const AttentionProblem& p_;
+};
 
 // ------------------------------------------------------------------------------------------------- forward
 
@@ -157,13 +461,14 @@ class Forward {
 
   Forward(const AttentionProblem& problem, Tensor& out, Tensor& lse)
       : p_(problem),
-        map_(problem.mask.rule().map(problem.queries(), problem.keys())),
+        maps_(problem),
+        scores_(problem),
         out_(out),
         out_data_(out.mutable_data<S>()),
         lse_data_(lse.mutable_data<T>()) {}
 
   void run() {
-    const int64_t tiles = (p_.queries() + tile_size - 1) / tile_size;
+    const int64_t tiles = maps_.tiles(Side::query);
     // Backwards: under a causal mask the last tiles take longest, and short tasks at the end balance the
     // threads.
     parallel_tasks(tiles * p_.batch() * p_.heads(),
@@ -174,45 +479,53 @@ class Forward {
   void tile(int64_t bh, int64_t index) {
     constexpr int lanes = simd::lanes<T>;
     const int64_t b = bh / p_.heads(), h = bh % p_.heads(), kv = h / (p_.heads() / p_.kv_heads());
-    const int64_t first = index * tile_size, owners = std::min(tile_size, p_.queries() - first);
-    const int64_t width = p_.width(), value_width = p_.value_width(), used = padded<T>(owners);
+    const MaskMap& map = maps_.of(b, h);
+    if (index >= map.query.tiles) return;
+    std::array<int64_t, tile_size> space;
+    const Tokens owners = map.query.owners(index, p_.queries(), space);
+    const int64_t width = p_.width(), value_width = p_.value_width();
+    const int64_t used = padded<T>(static_cast<int64_t>(owners.size()));
     const auto k = read_head<S>(p_.k, b, kv), v = read_head<S>(p_.v, b, kv);
-    const T scale = static_cast<T>(p_.scale);
 
     Scratch<T> q(width * tile_size), acc(value_width * tile_size), s(tile_size * tile_size);
     alignas(64) T top[tile_size], total[tile_size], factor[tile_size];
     uint32_t row_words[tile_size] = {};
-    pack_transposed(static_cast<T*>(q), read_head<S>(p_.q, b, h), first, owners, width);
+    pack_transposed(static_cast<T*>(q), read_head<S>(p_.q, b, h), owners, width);
     std::fill(acc + 0, acc + value_width * tile_size, T(0));
     std::fill(top, top + tile_size, -infinity<T>);
     std::fill(total, total + tile_size, T(0));
     if (p_.dropout.active())
-      for (int64_t i = 0; i < owners; ++i) row_words[i] = p_.dropout.row_word(bh, first + i);
+      for (size_t i = 0; i < owners.size(); ++i) row_words[i] = p_.dropout.row_word(bh, owners[i]);
     Rows<S> keys(width), values(value_width);
 
-    for_each_block(*map_, Side::query, index, [&](int64_t other, int64_t count, const uint64_t* bits) {
-      keys.set(k, other, count);
-      values.set(v, other, count);
-      multiply_panel<T, simd::Rows::by_output>(keys.pointers(), count, width, q, tile_size, s, tile_size,
-                                               used, false);
-      bool rescale = false;
-      with_bool(bits, [&](auto masked) {
-        for (int64_t lane = 0; lane < used; lane += lanes)
-          rescale |= online_softmax<masked>(s + lane, count, bits, lane, scale, top + lane, total + lane,
-                                            factor + lane);
+    for_each_block(map, Side::query, index, [&](const Block& block) {
+      keys.set(k, block);
+      values.set(v, block);
+      const bool guard = block.bits && !values.finite(block.count);
+      for_each_panel<T>(block, used, [&](const Panel& panel) {
+        const int64_t first = panel.lane;
+        multiply_panel<T, simd::Rows::by_output>(keys.of(panel), panel.count, width, q + first, tile_size, s,
+                                                 tile_size, panel.lanes, false);
+        if (scores_.finishes()) scores_.finish(s, nullptr, {block, panel, owners, Side::query}, b, h);
+        bool rescale = false;
+        with_bool(panel.masked, [&](auto masked) {
+          for (int64_t lane = 0; lane < panel.lanes; lane += lanes)
+            rescale |= online_softmax<masked>(s + lane, panel, lane, scores_.scale(), top + first + lane,
+                                              total + first + lane, factor + first + lane);
+        });
+        if (p_.dropout.active()) drop(s, row_words + first, block, panel);
+        if (rescale)
+          for (int64_t d = 0; d < value_width; ++d)
+            for (int64_t lane = first; lane < first + panel.lanes; lane += lanes) {
+              T* at = acc + d * tile_size + lane;
+              store(at, load(at) * load(factor + lane));
+            }
+        if (guard)
+          multiply_allowed<T>(values.of(panel), value_width, panel, s, acc + first);
+        else
+          multiply_panel<T, simd::Rows::by_sum>(values.of(panel), value_width, panel.count, s, tile_size,
+                                                acc + first, tile_size, panel.lanes, true);
       });
-      if (p_.dropout.active()) drop(s, row_words, other, count, used);
-      if (rescale)
-        for (int64_t d = 0; d < value_width; ++d)
-          for (int64_t lane = 0; lane < used; lane += lanes) {
-            T* at = acc + d * tile_size + lane;
-            store(at, load(at) * load(factor + lane));
-          }
-      if (bits && !values.finite())
-        multiply_allowed<T>(values.pointers(), value_width, count, s, acc, bits);
-      else
-        multiply_panel<T, simd::Rows::by_sum>(values.pointers(), value_width, count, s, tile_size, acc,
-                                              tile_size, used, true);
     });
 
     for (int64_t lane = 0; lane < used; lane += lanes) {
@@ -223,31 +536,29 @@ class Forward {
         store(at, empty ? Vector<T>{} : load(at) * inverse);
       }
     }
-    simd::transpose(out_data_ + b * out_.strides()[0] + h * out_.strides()[1] + first * out_.strides()[2],
-                    out_.strides()[2], static_cast<T*>(acc), tile_size, value_width, owners);
-    T* lse = lse_data_ + bh * p_.queries() + first;
-    for (int64_t i = 0; i < owners; ++i)
-      lse[i] = top[i] == -infinity<T> ? top[i] : top[i] + std::log(total[i]);
+    unpack_transposed(write_head(out_data_, out_, b, h), static_cast<T*>(acc), owners, value_width);
+    for (size_t i = 0; i < owners.size(); ++i)
+      lse_data_[bh * p_.queries() + owners[i]] =
+          top[i] == -infinity<T> ? top[i] : top[i] + std::log(total[i]);
   }
 
-  // One vector of lanes of a block: scores become weights relative to the largest score so far; `shrink` is
+  // One vector of lanes of a panel: scores become weights relative to the largest score so far; `shrink` is
   // what all before must be multiplied by. Returns whether that is other than 1 anywhere.
   template <bool masked>
-  static bool online_softmax(T* s, int64_t count, const uint64_t* bits, int64_t lane, T scale, T* top,
-                             T* total, T* shrink) {
+  static bool online_softmax(T* s, const Panel& panel, int64_t lane, T scale, T* top, T* total, T* shrink) {
     const Vector<T> before = load(top);
     Vector<T> now = before;
-    for (int64_t j = 0; j < count; ++j) {
-      Vector<T> score = load(s + j * tile_size) * scale;
-      if constexpr (masked) score = select(bits[j], lane, score, -infinity<T>);
-      store(s + j * tile_size, score);
+    for (int64_t r = 0; r < panel.count; ++r) {
+      Vector<T> score = load(s + r * tile_size) * scale;
+      if constexpr (masked) score = select(panel.words[r], lane, score, -infinity<T>);
+      store(s + r * tile_size, score);
       now = simd::larger(score, now);
     }
     const Vector<T> base = now == -infinity<T> ? Vector<T>{} : now;  // no key yet
     Vector<T> sum{};
-    for (int64_t j = 0; j < count; ++j) {
-      const Vector<T> weight = simd::exp(load(s + j * tile_size) - base);
-      store(s + j * tile_size, weight);
+    for (int64_t r = 0; r < panel.count; ++r) {
+      const Vector<T> weight = simd::exp(load(s + r * tile_size) - base);
+      store(s + r * tile_size, weight);
       sum += weight;
     }
     const Vector<T> factor = simd::exp(before - base);
@@ -259,19 +570,20 @@ class Forward {
     return other;
   }
 
-  void drop(T* weights, const uint32_t* row_words, int64_t other, int64_t count, int64_t used) {
+  void drop(T* weights, const uint32_t* row_words, const Block& block, const Panel& panel) const {
     alignas(64) T factors[tile_size];
-    for (int64_t j = 0; j < count; ++j) {
+    for (int64_t r = 0; r < panel.count; ++r) {
+      const auto key = static_cast<uint32_t>(block.tokens[panel.rows[r]]);
       dropout_factors(
-          factors, p_.dropout.threshold(), static_cast<T>(p_.dropout.keep_scale()),
-          [&](uint32_t lane) { return row_words[lane]; },
-          [&](uint32_t) { return static_cast<uint32_t>(other + j); });
-      for (int64_t lane = 0; lane < used; ++lane) weights[j * tile_size + lane] *= factors[lane];
+          factors, panel.lanes, p_.dropout.threshold(), static_cast<T>(p_.dropout.keep_scale()),
+          [&](int64_t lane) { return row_words[lane]; }, [&](int64_t) { return key; });
+      for (int64_t lane = 0; lane < panel.lanes; ++lane) weights[r * tile_size + lane] *= factors[lane];
     }
   }
 
   const AttentionProblem& p_;
-  std::shared_ptr<const MaskMap> map_;
+  const Maps maps_;
+  const Scores<S> scores_;
   const Tensor& out_;
   S* out_data_;
   T* lse_data_;
@@ -279,30 +591,36 @@ class Forward {
 
 // ------------------------------------------------------------------------------------------------ backward
 
-// The order in which the key tiles of one head add to dq: block by block, ascending, so that the bits do not
-// depend on the threads. Tiles are started in ascending order; a tile waits until all tiles before it are
-// past its block.
+// Who may add next: tasks add in a fixed order, so that the bits do not depend on the threads. Tasks are
+// started in ascending order, so waiting for earlier ones ends.
 class Turns {
  public:
-  explicit Turns(int64_t tiles) : done_(static_cast<size_t>(tiles)) {}
-
-  /// Returns once every tile before `tile` has added all that it adds before position `end`.
-  void wait(int64_t tile, int64_t end) {
-    int64_t oldest = oldest_.load(std::memory_order_acquire);  // all tiles before it are finished
-    while (oldest < tile && done(oldest) == finished) ++oldest;
-    for (int64_t known = oldest_.load(); known < oldest && !oldest_.compare_exchange_weak(known, oldest);) {
-    }
-    for (int64_t t = tile - 1; t >= oldest; --t)
-      while (done(t) < end) std::this_thread::yield();
-  }
-  void publish(int64_t tile, int64_t position) {
-    done_[static_cast<size_t>(tile)].store(position, std::memory_order_release);
-  }
+  explicit Turns(int64_t tasks) : done_(static_cast<size_t>(tasks)) {}
   static constexpr int64_t finished = std::numeric_limits<int64_t>::max();
 
+  /// Returns once every task before `task` has added all that it adds before `position`.
+  void wait(int64_t task, int64_t position) {
+    int64_t oldest = oldest_.load(std::memory_order_acquire);  // all tasks before it are finished
+    while (oldest < task && done(oldest) == finished) ++oldest;
+    for (int64_t known = oldest_.load(); known < oldest && !oldest_.compare_exchange_weak(known, oldest);) {
+    }
+    for (int64_t t = task - 1; t >= oldest; --t)
+      while (done(t) < position) std::this_thread::yield();
+  }
+  void publish(int64_t task, int64_t position) {
+    done_[static_cast<size_t>(task)].store(position, std::memory_order_release);
+  }
+
+  /// Publishes that a task is finished, also if an exception leaves: those behind must not wait for ever.
+  struct Finish {
+    Turns& turns;
+    int64_t task;
+    ~Finish() { turns.publish(task, finished); }
+  };
+
  private:
-  int64_t done(int64_t tile) const {
-    return done_[static_cast<size_t>(tile)].load(std::memory_order_acquire);
+  int64_t done(int64_t task) const {
+    return done_[static_cast<size_t>(task)].load(std::memory_order_acquire);
   }
 
   std::vector<std::atomic<int64_t>> done_;
@@ -315,14 +633,12 @@ class Backward {
   using T = Compute<S>;
 
   Backward(const AttentionProblem& problem, AttentionGradients& gradients)
-      : p_(problem), g_(gradients), map_(problem.mask.rule().map(problem.queries(), problem.keys())) {}
+      : p_(problem), g_(gradients), maps_(problem), scores_(problem) {}
 
   void run() {
-    const int64_t matrices = p_.batch() * p_.kv_heads(), tiles = (p_.keys() + tile_size - 1) / tile_size;
     if (!g_.d_out.defined())
       g_.d_out =
           empty_heads(p_.batch(), p_.heads(), p_.queries(), p_.value_width(), p_.q.dtype(), cpu).fill_(0);
-    delta_ = Tensor::empty(g_.lse.shape(), dtype_of<T>);
     lse_data_ = g_.lse.data<T>();
     find_delta();
     if (g_.dq.defined()) {
@@ -333,17 +649,39 @@ class Backward {
     }
     dk_data_ = g_.dk.defined() ? g_.dk.mutable_data<S>() : nullptr;
     dv_data_ = g_.dv.defined() ? g_.dv.mutable_data<S>() : nullptr;
-    std::vector<std::unique_ptr<Turns>> turns;
-    for (int64_t i = 0; i < matrices; ++i) turns.push_back(std::make_unique<Turns>(tiles));
-    parallel_tasks(tiles * matrices, [&](int64_t task) {
-      tile(*turns[static_cast<size_t>(task % matrices)], task % matrices, task / matrices);
+    prepare_bias();
+
+    // A task is one key tile of all matrices that share a gradient of a bias; mostly of one matrix.
+    const int64_t matrices = p_.batch() * p_.kv_heads(), tiles = maps_.tiles(Side::key);
+    const int64_t over_batch = shares_batch_ ? p_.batch() : 1, over_heads = shares_heads_ ? p_.kv_heads() : 1;
+    const int64_t groups = matrices / std::max<int64_t>(1, over_batch * over_heads);
+    for (int64_t i = 0; i < matrices; ++i) {
+      turns_.push_back(std::make_unique<Turns>(tiles));
+      prepare_sequence(i);
+    }
+    Turns commits(tiles * groups);
+    parallel_tasks(tiles * groups, [&](int64_t task) {
+      const Turns::Finish finish{commits, task};
+      const int64_t position = task / groups, group = task % groups;
+      const int64_t first_b = shares_batch_ ? 0 : group / (shares_heads_ ? 1 : p_.kv_heads());
+      const int64_t first_h = shares_heads_ ? 0 : group % p_.kv_heads();
+      std::vector<std::vector<T>> tables = empty_tables();
+      for (int64_t b = first_b; b < first_b + over_batch; ++b)
+        for (int64_t kv = first_h; kv < first_h + over_heads; ++kv) tile(b, kv, position, tables);
+      if (tables.empty()) return;
+      commits.wait(task, Turns::finished);
+      for (size_t i = 0; i < tables.size(); ++i)
+        for (size_t j = 0; j < tables[i].size(); ++j) d_bias_data_[i][j] += tables[i][j];
     });
     if (g_.dq.defined() && dtype_of<S> != dtype_of<T>) g_.dq.copy_(dq_);
+    for (size_t i = 0; i < g_.d_bias.size(); ++i)
+      if (g_.d_bias[i].defined() && dtype_of<S> != dtype_of<T>) g_.d_bias[i].copy_(d_bias_[i]);
   }
 
  private:
   // delta = rowsum(dO * O) - dLSE, and 0 for a row without keys.
   void find_delta() {
+    delta_ = Tensor::empty(g_.lse.shape(), dtype_of<T>);
     const int64_t rows = g_.lse.numel(), width = p_.value_width(),
                   queries = std::max<int64_t>(p_.queries(), 1);
     T* delta = delta_.mutable_data<T>();
@@ -355,6 +693,7 @@ class Backward {
             const S* out = read_head<S>(g_.out, b, h).row(token);
             const S* d_out = read_head<S>(g_.d_out, b, h).row(token);
             T sum = 0;
+#pragma omp simd reduction(+ : sum)
             for (int64_t d = 0; d < width; ++d) sum += static_cast<T>(out[d]) * static_cast<T>(d_out[d]);
             if (d_lse.defined()) sum -= d_lse.data<T>()[i];
             delta[i] = lse_data_[i] == -infinity<T> ? T(0) : sum;
@@ -363,125 +702,213 @@ class Backward {
     delta_data_ = delta;
   }
 
-  void tile(Turns& turns, int64_t matrix, int64_t index) {
-    struct Finish {  // also if an exception leaves, or the tiles behind would wait for ever
-      Turns& turns;
-      int64_t index;
-      ~Finish() { turns.publish(index, Turns::finished); }
-    } finish{turns, index};
-    const int64_t b = matrix / p_.kv_heads(), kv = matrix % p_.kv_heads(), group = p_.heads() / p_.kv_heads();
-    const int64_t first = index * tile_size, owners = std::min(tile_size, p_.keys() - first);
-    const int64_t width = p_.width(), value_width = p_.value_width(), used = padded<T>(owners);
+  void prepare_bias() {
+    for (size_t i = 0; i < g_.d_bias.size(); ++i) {
+      Tensor& grad = g_.d_bias[i];
+      d_bias_.push_back({});
+      d_bias_data_.push_back(nullptr);
+      if (!grad.defined()) continue;
+      d_bias_[i] = dtype_of<S> == dtype_of<T> ? grad : Tensor::empty(grad.shape(), dtype_of<T>);
+      d_bias_[i].fill_(0);
+      d_bias_data_[i] = d_bias_[i].template mutable_data<T>();
+      if (p_.bias[i].kind() == AttentionBias::Kind::relative) {
+        has_tables_ = true;
+      } else {
+        shares_batch_ |= grad.size(0) == 1 && p_.batch() > 1;
+        shares_heads_ |= grad.size(1) == 1 && p_.heads() > 1;
+      }
+    }
+  }
+
+  // What a task adds to the gradients of tables, before its turn. Empty if none is wanted.
+  std::vector<std::vector<T>> empty_tables() const {
+    std::vector<std::vector<T>> tables;
+    if (!has_tables_) return tables;
+    for (size_t i = 0; i < d_bias_.size(); ++i) {
+      const bool table = d_bias_[i].defined() && p_.bias[i].kind() == AttentionBias::Kind::relative;
+      tables.emplace_back(table ? static_cast<size_t>(d_bias_[i].numel()) : 0, T(0));
+    }
+    return tables;
+  }
+
+  // Tiles in the order of their colours, and where a colour starts.
+  void prepare_sequence(int64_t matrix) {
+    const SideMap& map = maps_.of(matrix / p_.kv_heads(), first_head(matrix)).key;
+    if (static_cast<size_t>(matrix) > 0 && &map == sequence_of_) {
+      sequences_.push_back(sequences_.back());
+      return;
+    }
+    sequence_of_ = &map;
+    Sequence sequence;
+    if (!map.colour.empty()) {
+      sequence.tiles.resize(static_cast<size_t>(map.tiles));
+      std::iota(sequence.tiles.begin(), sequence.tiles.end(), 0);
+      const auto colour = [&](int64_t tile) { return map.colour[static_cast<size_t>(tile)]; };
+      std::stable_sort(sequence.tiles.begin(), sequence.tiles.end(),
+                       [&](int64_t a, int64_t b) { return colour(a) < colour(b); });
+      for (size_t i = 0; i < sequence.tiles.size(); ++i) {
+        const bool starts = i == 0 || colour(sequence.tiles[i]) != colour(sequence.tiles[i - 1]);
+        sequence.waits_for.push_back(starts ? static_cast<int64_t>(i) : sequence.waits_for.back());
+      }
+    }
+    sequences_.push_back(std::make_shared<Sequence>(std::move(sequence)));
+  }
+
+  int64_t first_head(int64_t matrix) const { return matrix % p_.kv_heads() * (p_.heads() / p_.kv_heads()); }
+
+  void tile(int64_t b, int64_t kv, int64_t position, std::vector<std::vector<T>>& tables) {
+    const int64_t matrix = b * p_.kv_heads() + kv, group = p_.heads() / p_.kv_heads();
+    Turns& turns = *turns_[static_cast<size_t>(matrix)];
+    const Turns::Finish finish{turns, position};
+    const bool one_map = !p_.mask.rule().per_head() || group == 1;
+    const Sequence& sequence = *sequences_[static_cast<size_t>(matrix)];
+    // Heads that share keys but not maps own tiles in one order: only their visits differ.
+    const MaskMap& any_map = maps_.of(b, kv * group);
+    if (position >= any_map.key.tiles) return;
+    const int64_t index =
+        sequence.tiles.empty() || !one_map ? position : sequence.tiles[static_cast<size_t>(position)];
+    std::array<int64_t, tile_size> space;
+    const Tokens owners = any_map.key.owners(index, p_.keys(), space);
+    const auto count = static_cast<int64_t>(owners.size());
+    const int64_t width = p_.width(), value_width = p_.value_width(), used = padded<T>(count);
     const int64_t wide = padded<T>(width);
     const bool wants_q = g_.dq.defined(), wants_k = g_.dk.defined(), wants_v = g_.dv.defined();
-    const bool wants_scores = wants_q || wants_k;
+    const bool wants_bias =
+        std::any_of(d_bias_.begin(), d_bias_.end(), [](const Tensor& x) { return x.defined(); });
+    const bool wants_scores = wants_q || wants_k || wants_bias;
 
-    Scratch<T> k(width * tile_size), v(value_width * tile_size), k_rows(wide * tile_size);
-    Scratch<T> dk(width * tile_size), dv(value_width * tile_size), dq(wide * tile_size);
+    Scratch<T> k(width * tile_size), v(value_width * tile_size), k_rows(tile_size * wide);
+    Scratch<T> dk(width * tile_size), dv(value_width * tile_size), dq(tile_size * wide),
+        part(tile_size * wide);
     Scratch<T> p(tile_size * tile_size), ds(tile_size * tile_size);
-    const auto k_head = read_head<S>(p_.k, b, kv), v_head = read_head<S>(p_.v, b, kv);
-    pack_transposed(static_cast<T*>(k), k_head, first, owners, width);
-    pack_transposed(static_cast<T*>(v), v_head, first, owners, value_width);
-    for (int64_t i = 0; i < owners; ++i) {
-      const S* row = k_head.row(first + i);
+    Scratch<T> slope(scores_.finishes() ? tile_size * tile_size : 0);
+    const auto k_head = read_head<S>(p_.k, b, kv);
+    pack_transposed(static_cast<T*>(k), k_head, owners, width);
+    pack_transposed(static_cast<T*>(v), read_head<S>(p_.v, b, kv), owners, value_width);
+    for (int64_t i = 0; i < count; ++i) {
+      const S* row = k_head.row(owners[static_cast<size_t>(i)]);
       for (int64_t d = 0; d < wide; ++d) k_rows[i * wide + d] = d < width ? static_cast<T>(row[d]) : T(0);
     }
-    const bool finite_keys = simd::all_finite(static_cast<T*>(k_rows), owners * wide);
+    const bool finite_keys = simd::all_finite(static_cast<T*>(k_rows), count * wide);
     std::fill(dk + 0, dk + width * tile_size, T(0));
     std::fill(dv + 0, dv + value_width * tile_size, T(0));
     Rows<S> q_rows(width), d_out_rows(value_width);
     const T* ds_rows[tile_size];
-    for (int64_t i = 0; i < tile_size; ++i) ds_rows[i] = ds + i * tile_size;
+    const bool coloured = !any_map.key.colour.empty();
+    bool has_turn = false;
 
     for (int64_t member = 0; member < group; ++member) {
       const int64_t h = kv * group + member, bh = b * p_.heads() + h;
       const auto q_head = read_head<S>(p_.q, b, h), d_out_head = read_head<S>(g_.d_out, b, h);
-      for_each_block(*map_, Side::key, index, [&](int64_t other, int64_t count, const uint64_t* bits) {
-        q_rows.set(q_head, other, count);
-        d_out_rows.set(d_out_head, other, count);
-        multiply_panel<T, simd::Rows::by_output>(q_rows.pointers(), count, width, k, tile_size, p, tile_size,
-                                                 used, false);
-        if (wants_scores)
-          multiply_panel<T, simd::Rows::by_output>(d_out_rows.pointers(), count, value_width, v, tile_size,
-                                                   ds, tile_size, used, false);
-        with_bool(bits, [&](auto masked) {
-          with_bool(p_.dropout.active(), [&](auto drops) {
-            weights<masked, drops>(p, ds, bh, other, count, first, used, bits, wants_scores);
+      for_each_block(maps_.of(b, h), Side::key, index, [&](const Block& block) {
+        q_rows.set(q_head, block);
+        d_out_rows.set(d_out_head, block);
+        const bool guard =
+            block.bits && (!finite_keys || !q_rows.finite(block.count) || !d_out_rows.finite(block.count));
+        if (wants_q && block.bits) std::fill(dq + 0, dq + block.count * wide, T(0));
+        for_each_panel<T>(block, used, [&](const Panel& panel) {
+          const Pairs pairs{block, panel, owners, Side::key};
+          multiply_panel<T, simd::Rows::by_output>(q_rows.of(panel), panel.count, width, k + panel.lane,
+                                                   tile_size, p, tile_size, panel.lanes, false);
+          if (wants_scores)
+            multiply_panel<T, simd::Rows::by_output>(d_out_rows.of(panel), panel.count, value_width,
+                                                     v + panel.lane, tile_size, ds, tile_size, panel.lanes,
+                                                     false);
+          if (scores_.finishes()) scores_.finish(p, slope, pairs, b, h);
+          with_bool(panel.masked, [&](auto masked) {
+            with_bool(p_.dropout.active(),
+                      [&](auto drops) { weights<masked, drops>(p, ds, bh, pairs, wants_scores); });
           });
-        });
-        const bool guard = bits && (!finite_keys || !q_rows.finite() || !d_out_rows.finite());
-        const auto add = [&](const Rows<S>& rows, int64_t channels, T* by, T* into) {
-          if (guard)
-            multiply_allowed<T>(rows.pointers(), channels, count, by, into, bits);
-          else
-            multiply_panel<T, simd::Rows::by_sum>(rows.pointers(), channels, count, by, tile_size, into,
-                                                  tile_size, used, true);
-        };
-        if (wants_v) add(d_out_rows, value_width, p, dv);
-        if (wants_k) add(q_rows, width, ds, dk);
-        if (!wants_q) return;
-        if (guard) {
-          std::fill(dq + 0, dq + count * wide, T(0));
-          for (int64_t r = 0; r < count; ++r)
-            for (int64_t lane = 0; lane < owners; ++lane)
-              if (bits[r] >> lane & 1)
-                for (int64_t d = 0; d < width; ++d)
-                  dq[r * wide + d] += ds[r * tile_size + lane] * k_rows[lane * wide + d];
-        } else {
+          if (scores_.finishes() && wants_scores) {
+            if (wants_bias) add_bias_gradients(ds, pairs, b, h, tables);
+            for (int64_t r = 0; r < panel.count; ++r)
+              for (int64_t lane = 0; lane < panel.lanes; ++lane) {
+                T& d = ds[r * tile_size + lane];
+                d = panel.masked && !(panel.words[r] >> lane & 1) ? T(0) : d * slope[r * tile_size + lane];
+              }
+          }
+          const auto add = [&](Rows<S>& rows, int64_t channels, T* by, T* into) {
+            if (guard)
+              multiply_allowed<T>(rows.of(panel), channels, panel, by, into + panel.lane);
+            else
+              multiply_panel<T, simd::Rows::by_sum>(rows.of(panel), channels, panel.count, by, tile_size,
+                                                    into + panel.lane, tile_size, panel.lanes, true);
+          };
+          if (wants_v) add(d_out_rows, value_width, p, dv);
+          if (wants_k) add(q_rows, width, ds, dk);
+          if (!wants_q) return;
           // Only over real keys: lanes beyond them hold anything.
-          multiply_panel<T, simd::Rows::by_output>(ds_rows, count, owners, k_rows, wide, dq, wide, wide,
-                                                   false);
+          const int64_t depth = std::min(panel.lanes, count - panel.lane);
+          if (guard) {
+            for (int64_t r = 0; r < panel.count; ++r)
+              for (int64_t lane = 0; lane < depth; ++lane)
+                if (panel.words[r] >> lane & 1)
+                  for (int64_t d = 0; d < width; ++d)
+                    dq[panel.rows[r] * wide + d] +=
+                        ds[r * tile_size + lane] * k_rows[(panel.lane + lane) * wide + d];
+            return;
+          }
+          for (int64_t r = 0; r < panel.count; ++r) ds_rows[r] = ds + r * tile_size;
+          multiply_panel<T, simd::Rows::by_output>(ds_rows, panel.count, depth, k_rows + panel.lane * wide,
+                                                   wide, block.bits ? part : dq, wide, wide, false);
+          if (block.bits)
+            for (int64_t r = 0; r < panel.count; ++r)
+              for (int64_t d = 0; d < wide; ++d) dq[panel.rows[r] * wide + d] += part[r * wide + d];
+        });
+        if (!wants_q) return;
+        if (coloured || !one_map) {
+          // Others of one colour share no query with this tile; heads with maps of their own go one by one.
+          const int64_t before = one_map ? sequence.waits_for[static_cast<size_t>(position)] : position;
+          if (!has_turn) turns.wait(before, Turns::finished);
+          has_turn = true;
+        } else {
+          turns.wait(position, member * p_.queries() + block.tokens[0] + block.count);
         }
-        const int64_t position = member * p_.queries() + other;
-        turns.wait(index, position + count);
-        for (int64_t r = 0; r < count; ++r) {
-          T* to = dq_data_ + b * dq_.strides()[0] + h * dq_.strides()[1] + (other + r) * dq_.strides()[2];
+        const auto dq_head = write_head(dq_data_, dq_, b, h);
+        for (int64_t r = 0; r < block.count; ++r) {
+          T* to = dq_head.row(block.tokens[r]);
           for (int64_t d = 0; d < width; ++d) to[d] += dq[r * wide + d];
         }
-        turns.publish(index, position + count);
+        if (!coloured && one_map)
+          turns.publish(position, member * p_.queries() + block.tokens[0] + block.count);
       });
     }
-
-    const auto write = [&](S* data, const Tensor& tensor, const T* from, int64_t channels) {
-      simd::transpose(data + b * tensor.strides()[0] + kv * tensor.strides()[1] + first * tensor.strides()[2],
-                      tensor.strides()[2], from, tile_size, channels, owners);
-    };
-    if (wants_k) write(dk_data_, g_.dk, dk, width);
-    if (wants_v) write(dv_data_, g_.dv, dv, value_width);
+    if (wants_k) unpack_transposed(write_head(dk_data_, g_.dk, b, kv), static_cast<T*>(dk), owners, width);
+    if (wants_v)
+      unpack_transposed(write_head(dv_data_, g_.dv, b, kv), static_cast<T*>(dv), owners, value_width);
   }
 
-  // From the products q.k in `p` and dO.v in `ds`, for `count` queries from `other`: p becomes the dropped
-  // weights, ds = P (Z dP - delta) scale.
+  // From the products q.k (or finished scores) in `p` and dO.v in `ds`: p becomes the dropped weights, ds =
+  // P (Z dP - delta), scaled unless the scores were finished.
   template <bool masked, bool drops>
-  void weights(T* p, T* ds, int64_t bh, int64_t other, int64_t count, int64_t first, int64_t used,
-               const uint64_t* bits, bool wants_scores) {
+  void weights(T* p, T* ds, int64_t bh, const Pairs& pairs, bool wants_scores) {
     constexpr int lanes = simd::lanes<T>;
-    const T scale = static_cast<T>(p_.scale);
+    const T scale = scores_.scale();
     alignas(64) T factors[tile_size];
-    for (int64_t r = 0; r < count; ++r) {
-      const int64_t row = bh * p_.queries() + other + r;
+    for (int64_t r = 0; r < pairs.panel.count; ++r) {
+      const int64_t query = pairs.row_token(r), row = bh * p_.queries() + query;
       const T lse = lse_data_[row] == -infinity<T> ? infinity<T> : lse_data_[row];
       const T delta = delta_data_[row];
       if constexpr (drops) {
-        const uint32_t word = p_.dropout.row_word(bh, other + r);
+        const uint32_t word = p_.dropout.row_word(bh, query);
         dropout_factors(
-            factors, p_.dropout.threshold(), static_cast<T>(p_.dropout.keep_scale()),
-            [&](uint32_t) { return word; },
-            [&](uint32_t lane) { return static_cast<uint32_t>(first) + lane; });
+            factors, pairs.panel.lanes, p_.dropout.threshold(), static_cast<T>(p_.dropout.keep_scale()),
+            [&](int64_t) { return word; },
+            [&](int64_t lane) { return static_cast<uint32_t>(pairs.lane_token(lane)); });
       }
-      for (int64_t lane = 0; lane < used; lane += lanes) {
+      for (int64_t lane = 0; lane < pairs.panel.lanes; lane += lanes) {
         T* p_at = p + r * tile_size + lane;
         T* ds_at = ds + r * tile_size + lane;
         // Rounded as in forward: fusing this product with the subtraction would not give the score that lse
         // is of.
         Vector<T> score = simd::rounded(load(p_at) * scale);
-        if constexpr (masked) score = select(bits[r], lane, score, -infinity<T>);
+        if constexpr (masked) score = select(pairs.panel.words[r], lane, score, -infinity<T>);
         Vector<T> weight = simd::exp(score - lse);
         if (wants_scores) {
           Vector<T> d_weight = load(ds_at);
           if constexpr (drops) d_weight *= load(factors + lane);
           Vector<T> d_score = weight * (d_weight - delta) * scale;
-          if constexpr (masked) d_score = select(bits[r], lane, d_score, T(0));
+          if constexpr (masked) d_score = select(pairs.panel.words[r], lane, d_score, T(0));
           store(ds_at, d_score);
         }
         if constexpr (drops) weight *= load(factors + lane);
@@ -490,13 +917,40 @@ class Backward {
     }
   }
 
+  void add_bias_gradients(const T* ds, const Pairs& pairs, int64_t b, int64_t h,
+                          std::vector<std::vector<T>>& tables) {
+    for (size_t i = 0; i < d_bias_.size(); ++i) {
+      if (!d_bias_[i].defined()) continue;
+      if (p_.bias[i].kind() == AttentionBias::Kind::relative) {
+        scores_.bias.add_gradient(i, tables[i].data(), {}, ds, pairs, b, h);
+      } else {
+        // Strides of the gradient, 0 where the term is broadcast.
+        Shape strides = d_bias_[i].strides();
+        for (int a = 0; a < 4; ++a)
+          if (d_bias_[i].size(a) == 1) strides[a] = 0;
+        scores_.bias.add_gradient(i, d_bias_data_[i], strides, ds, pairs, b, h);
+      }
+    }
+  }
+
+  struct Sequence {
+    std::vector<int64_t> tiles, waits_for;  // empty: in their own order, block by block
+  };
+
   const AttentionProblem& p_;
   AttentionGradients& g_;
-  std::shared_ptr<const MaskMap> map_;
+  const Maps maps_;
+  const Scores<S> scores_;
   Tensor delta_, dq_;
   const T *lse_data_ = nullptr, *delta_data_ = nullptr;
   T* dq_data_ = nullptr;
   S *dk_data_ = nullptr, *dv_data_ = nullptr;
+  std::vector<Tensor> d_bias_;
+  std::vector<T*> d_bias_data_;
+  bool has_tables_ = false, shares_batch_ = false, shares_heads_ = false;
+  std::vector<std::unique_ptr<Turns>> turns_;
+  std::vector<std::shared_ptr<const Sequence>> sequences_;
+  const SideMap* sequence_of_ = nullptr;
 };
 
 std::string refusal(const AttentionProblem& problem) {

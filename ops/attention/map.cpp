@@ -2,7 +2,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
+#include <numeric>
 #include <unordered_map>
+
+#include "torus/core/parallel.h"
 
 namespace torus::detail {
 
@@ -14,73 +18,144 @@ uint64_t hash(const Atom& atom) {
   return value;
 }
 
+// What one tile visits, before its atoms have found their place in the dictionary.
+struct TileVisits {
+  struct Block {
+    Visit::Kind kind;
+    int64_t first, count;  // for a gather, `first` counts in `list`
+    bool full;
+    Atom atom;
+  };
+  std::vector<Block> blocks;
+  std::vector<int64_t> list;
+  int64_t visited = 0, needed = 0;
+};
+
 class Builder {
  public:
-  Builder(const MaskRule& rule, int64_t queries, int64_t keys)
-      : rule_(rule), queries_(queries), keys_(keys) {}
+  Builder(const MaskRule& rule, const MaskShape& shape) : rule_(rule), shape_(shape) {
+    constexpr int64_t most = std::numeric_limits<int32_t>::max();
+    check(shape.queries <= most && shape.keys <= most, Error::Kind::Shape, "[mask] at most ", most,
+          " tokens a side, got ", shape.queries, " queries and ", shape.keys, " keys");
+  }
 
   std::shared_ptr<const MaskMap> build() {
     build_side(Side::query, map_->query);
     build_side(Side::key, map_->key);
+    colour(map_->key);
     return map_;
   }
 
  private:
   void build_side(Side side, SideMap& into) {
-    const int64_t owners = side == Side::query ? queries_ : keys_;
+    const int64_t owners = shape_.owners(side);
+    into.order = rule_.order(side, shape_);
+    into.tiles = into.order.linear() ? (owners + tile_size - 1) / tile_size
+                                     : static_cast<int64_t>(into.order.first.size()) - 1;
     into.first_visit.push_back(0);
-    for (int64_t first = 0; first < owners; first += tile_size) {
-      const int64_t last = std::min(owners, first + tile_size);
-      for (const auto& range : rule_.candidates(side, first, last, queries_, keys_)) {
-        if (range.all)
-          add_interval(into, first, last, range.first, range.last, side);
-        else
-          add_tried(into, first, last, range.first, range.last, side);
+    // Some tiles at a time, so that what is not yet in the dictionary stays small.
+    constexpr int64_t at_once = 256;
+    std::vector<TileVisits> results;
+    for (int64_t begin = 0; begin < into.tiles; begin += at_once) {
+      const int64_t end = std::min(into.tiles, begin + at_once);
+      results.assign(static_cast<size_t>(end - begin), {});
+      parallel_tasks(end - begin,
+                     [&](int64_t i) { results[static_cast<size_t>(i)] = visit(side, into, begin + i); });
+      for (const TileVisits& result : results) {
+        append(into, result);
+        if (side == Side::query) map_->visited += result.visited, map_->needed += result.needed;
       }
-      into.first_visit.push_back(static_cast<int64_t>(into.visits.size()));
     }
   }
 
-  void add_interval(SideMap& into, int64_t first, int64_t last, int64_t from, int64_t to, Side side) {
-    if (from >= to) return;
-    if (side == Side::query) {
-      map_->visited += (last - first) * (to - from);
-      map_->needed += (last - first) * (to - from);
-    }
-    const bool fresh = static_cast<int64_t>(into.visits.size()) == into.first_visit.back();
-    if (!fresh && into.visits.back().whole() && into.visits.back().first + into.visits.back().count == from)
-      into.visits.back().count += to - from;
-    else
-      into.visits.push_back({from, to - from, -1});
-  }
-
-  // Atoms that turn out full become intervals, and empty ones are dropped.
-  void add_tried(SideMap& into, int64_t first, int64_t last, int64_t from, int64_t to, Side side) {
-    bool extends = false;  // the last visit is a run that ends at this atom
-    for (int64_t other = from; other < to; other += tile_size) {
-      const int64_t count = std::min(tile_size, to - other);
-      Atom atom = rule_.bits(side, first, other, queries_, keys_);
-      for (int64_t j = count; j < tile_size; ++j) atom[static_cast<size_t>(j)] = 0;
-      int64_t set = 0;
-      for (uint64_t word : atom) set += std::popcount(word);
-      if (set == 0) {
-        extends = false;
-      } else if (set == count * (last - first)) {
-        add_interval(into, first, last, other, other + count, side);
-        extends = false;
-      } else {
-        if (extends)
-          into.visits.back().count += count;
-        else
-          into.visits.push_back({other, count, static_cast<int64_t>(into.atom_ids.size())});
-        into.atom_ids.push_back(id_of(atom));
-        extends = true;
-        if (side == Side::query) {
-          map_->visited += count * (last - first);
-          map_->needed += set;
-        }
+  TileVisits visit(Side side, const SideMap& map, int64_t tile) const {
+    std::array<int64_t, tile_size> space;
+    const auto owners = map.owners(tile, shape_.owners(side), space);
+    const Candidates candidates = rule_.candidates(side, owners, shape_);
+    TileVisits result;
+    for (const auto& range : candidates.ranges) {
+      if (range.first >= range.last) continue;
+      if (range.all) {
+        add(result, {Visit::Kind::interval, range.first, range.last - range.first, true, {}}, owners.size(),
+            static_cast<int64_t>(owners.size()) * (range.last - range.first));
+        continue;
+      }
+      std::array<int64_t, tile_size> others;
+      for (int64_t first = range.first; first < range.last; first += tile_size) {
+        const int64_t count = std::min(tile_size, range.last - first);
+        std::iota(others.begin(), others.begin() + count, first);
+        const Atom atom = rule_.bits(side, owners, {others.data(), static_cast<size_t>(count)}, shape_);
+        const int64_t set = bits_set(atom);
+        const bool full = set == count * static_cast<int64_t>(owners.size());
+        if (set > 0)
+          add(result, {full ? Visit::Kind::interval : Visit::Kind::run, first, count, full, atom},
+              owners.size(), set);
       }
     }
+    gather(side, owners, candidates.list, result);
+    return result;
+  }
+
+  // Only the tokens that an owner sees stay in the list.
+  void gather(Side side, std::span<const int64_t> owners, const std::vector<int64_t>& list,
+              TileVisits& result) const {
+    Atom packed{};
+    size_t filled = 0;
+    const auto flush = [&] {
+      if (filled == 0) return;
+      const int64_t set = bits_set(packed), count = static_cast<int64_t>(filled);
+      add(result,
+          {Visit::Kind::gather, static_cast<int64_t>(result.list.size()) - count, count,
+           set == count * static_cast<int64_t>(owners.size()), packed},
+          owners.size(), set);
+      packed = {};
+      filled = 0;
+    };
+    for (size_t from = 0; from < list.size(); from += tile_size) {
+      const std::span others(list.data() + from, std::min<size_t>(tile_size, list.size() - from));
+      const Atom atom = rule_.bits(side, owners, others, shape_);
+      for (size_t j = 0; j < others.size(); ++j) {
+        if (atom[j] == 0) continue;
+        packed[filled++] = atom[j];
+        result.list.push_back(others[j]);
+        if (filled == tile_size) flush();
+      }
+    }
+    flush();
+  }
+
+  static int64_t bits_set(const Atom& atom) {
+    int64_t set = 0;
+    for (uint64_t word : atom) set += std::popcount(word);
+    return set;
+  }
+
+  static void add(TileVisits& result, const TileVisits::Block& block, size_t owners, int64_t needed) {
+    result.visited += static_cast<int64_t>(owners) * block.count;
+    result.needed += needed;
+    result.blocks.push_back(block);
+  }
+
+  // Neighbouring blocks of a kind become one visit.
+  void append(SideMap& into, const TileVisits& result) {
+    const auto first_list = static_cast<int64_t>(into.lists.size());
+    for (int64_t token : result.list) into.lists.push_back(static_cast<int32_t>(token));
+    for (const auto& block : result.blocks) {
+      const int64_t first = block.first + (block.kind == Visit::Kind::gather ? first_list : 0);
+      const bool fresh = static_cast<int64_t>(into.visits.size()) == into.first_visit.back();
+      Visit* last = fresh ? nullptr : &into.visits.back();
+      // Only whole atoms can be continued: an atom is of 64 others.
+      const bool joins = last && last->kind == block.kind && last->first + last->count == first &&
+                         (block.kind == Visit::Kind::interval || last->count % tile_size == 0);
+      if (joins)
+        last->count += block.count;
+      else
+        into.visits.push_back(
+            {block.kind, first, block.count,
+             block.kind == Visit::Kind::interval ? -1 : static_cast<int64_t>(into.atom_ids.size())});
+      if (block.kind != Visit::Kind::interval) into.atom_ids.push_back(block.full ? -1 : id_of(block.atom));
+    }
+    into.first_visit.push_back(static_cast<int64_t>(into.visits.size()));
   }
 
   int32_t id_of(const Atom& atom) {
@@ -93,30 +168,79 @@ class Builder {
     return id;
   }
 
+  // Greedy: a tile takes the first colour that no tile before it with a common query has. Beyond 64 colours
+  // each tile has its own.
+  void colour(SideMap& map) const {
+    const bool gathers = std::any_of(map.visits.begin(), map.visits.end(),
+                                     [](const Visit& visit) { return visit.kind == Visit::Kind::gather; });
+    if (!gathers) return;
+    std::vector<uint64_t> taken(static_cast<size_t>(shape_.queries), 0);
+    int32_t beyond = 64;
+    for (int64_t tile = 0; tile < map.tiles; ++tile) {
+      const auto each = [&](auto&& f) {
+        for (const Visit& visit : map.of_tile(tile))
+          for (int64_t i = 0; i < visit.count; ++i)
+            f(taken[static_cast<size_t>(visit.kind == Visit::Kind::gather
+                                            ? map.lists[static_cast<size_t>(visit.first + i)]
+                                            : visit.first + i)]);
+      };
+      uint64_t seen = 0;
+      each([&](uint64_t colours) { seen |= colours; });
+      const int32_t mine = std::countr_one(seen);
+      if (mine < 64) each([&](uint64_t& colours) { colours |= uint64_t{1} << mine; });
+      map.colour.push_back(mine < 64 ? mine : beyond++);
+    }
+  }
+
   const MaskRule& rule_;
-  int64_t queries_, keys_;
+  MaskShape shape_;
   std::shared_ptr<MaskMap> map_ = std::make_shared<MaskMap>();
   std::unordered_map<uint64_t, std::vector<int32_t>> ids_;
 };
 
 }  // namespace
 
+std::span<const int64_t> SideMap::owners(int64_t tile, int64_t total,
+                                         std::array<int64_t, tile_size>& space) const {
+  if (!order.linear()) {
+    const auto t = static_cast<size_t>(tile);
+    return {order.tokens.data() + order.first[t], order.tokens.data() + order.first[t + 1]};
+  }
+  const int64_t first = tile * tile_size, count = std::min(tile_size, total - first);
+  std::iota(space.begin(), space.begin() + count, first);
+  return {space.data(), static_cast<size_t>(count)};
+}
+
 int64_t MaskMap::bytes() const {
   size_t total = atoms.size() * sizeof(Atom);
   for (const SideMap* side : {&query, &key})
-    total += side->first_visit.size() * sizeof(int64_t) + side->visits.size() * sizeof(Visit) +
-             side->atom_ids.size() * sizeof(int32_t);
+    total +=
+        (side->first_visit.size() + side->order.tokens.size() + side->order.first.size()) * sizeof(int64_t) +
+        side->visits.size() * sizeof(Visit) +
+        (side->atom_ids.size() + side->lists.size() + side->colour.size()) * sizeof(int32_t);
   return static_cast<int64_t>(total);
 }
 
-std::shared_ptr<const MaskMap> MaskRule::map(int64_t queries, int64_t keys) const {
-  check_lengths(queries, keys);
+std::shared_ptr<const MaskMap> MaskRule::map(MaskShape shape) const {
+  check_shape(shape);
+  if (!per_batch()) shape.batch = 0;
+  if (!per_head()) shape.head = 0;
   std::lock_guard lock(mutex_);
-  constexpr size_t most = 64;  // a program that asks for ever new lengths must not grow
-  if (maps_.size() >= most && !maps_.contains({queries, keys})) maps_.clear();
-  auto& found = maps_[{queries, keys}];
-  if (!found) found = Builder(*this, queries, keys).build();
-  return found;
+  // A program that asks for ever new lengths must not grow: maps that no kernel uses are dropped when many
+  // are kept.
+  constexpr int64_t most_bytes = int64_t{256} << 20;
+  auto& found = maps_[{shape.queries, shape.keys, shape.batch, shape.head}];
+  if (found) return found;
+  const auto made = Builder(*this, shape).build();
+  int64_t total = made->bytes();
+  for (const auto& [key, map] : maps_) total += map ? map->bytes() : 0;
+  if (total > most_bytes) {
+    maps_.clear();
+    maps_[{shape.queries, shape.keys, shape.batch, shape.head}] = made;
+  } else {
+    found = made;
+  }
+  return made;
 }
 
 }  // namespace torus::detail

@@ -1,85 +1,384 @@
 #include "torus/ops/attention/mask.h"
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
-
-#include "torus/ops/attention/map.h"
 
 namespace torus {
 
 namespace {
 
+using detail::Atom;
+using detail::Candidates;
+using detail::MaskRule;
+using detail::MaskShape;
+using detail::OwnerOrder;
+using detail::PredicateRule;
 using detail::Side;
+using Range = Candidates::Range;
 
-class FullRule final : public detail::PredicateRule<FullRule> {
+int64_t lowest(std::span<const int64_t> tokens) { return *std::min_element(tokens.begin(), tokens.end()); }
+int64_t highest(std::span<const int64_t> tokens) { return *std::max_element(tokens.begin(), tokens.end()); }
+
+std::string text(Align align) { return align == Align::top_left ? "Align::top_left" : "Align::bottom_right"; }
+
+// Masks that compare places in two sequences say how those align where the lengths differ.
+class Alignment {
  public:
-  void check_lengths(int64_t, int64_t) const override {}
-  bool allows(int64_t, int64_t, int64_t, int64_t) const override { return true; }
-  std::vector<Range> candidates(Side side, int64_t, int64_t, int64_t queries, int64_t keys) const override {
-    return {{0, side == Side::query ? keys : queries, true}};
+  Alignment(const char* op, std::optional<Align> align) : op_(op), align_(align) {}
+  void check_shape(const MaskShape& s) const {
+    check(align_ || s.queries == s.keys, Error::Kind::Shape, "[", op_, "] ", s.queries, " queries and ",
+          s.keys, " keys need an alignment: ", text(Align::top_left), " or ", text(Align::bottom_right));
+  }
+  /// Query q is level with key q + shift.
+  int64_t shift(const MaskShape& s) const { return align_ == Align::bottom_right ? s.keys - s.queries : 0; }
+
+ private:
+  const char* op_;
+  std::optional<Align> align_;
+};
+
+class FullRule final : public PredicateRule<FullRule> {
+ public:
+  bool sees(const Query&, const Key&, const MaskShape&) const { return true; }
+  void check_shape(const MaskShape&) const override {}
+  Candidates candidates(Side side, std::span<const int64_t>, const MaskShape& shape) const override {
+    return {{{0, shape.others(side), true}}, {}};
   }
 };
 
-class CausalRule final : public detail::PredicateRule<CausalRule> {
+// Keys q - left ... q + right of the key level with query q. Infinite sides make it causal.
+class BandRule final : public PredicateRule<BandRule> {
  public:
-  explicit CausalRule(std::optional<Align> align) : align_(align) {}
-
-  void check_lengths(int64_t queries, int64_t keys) const override {
-    check(align_ || queries == keys, Error::Kind::Shape, "[causal] ", queries, " queries and ", keys,
-          " keys need an alignment: causal(Align::top_left) or causal(Align::bottom_right)");
+  BandRule(const char* op, std::optional<int64_t> left, int64_t right, std::optional<Align> align)
+      : left_(left), right_(right), alignment_(op, align) {
+    check(left.value_or(0) >= 0 && right >= 0, Error::Kind::Value, "[", op,
+          "] left and right must be at least 0, got ", left.value_or(0), " and ", right);
   }
 
-  bool allows(int64_t q, int64_t k, int64_t queries, int64_t keys) const override {
-    return k <= q + shift(queries, keys);
+  bool sees(const Query& q, const Key& k, const MaskShape& shape) const {
+    const int64_t distance = k.token - q.token - alignment_.shift(shape);
+    return distance <= right_ && (!left_ || distance >= -*left_);
   }
+  void check_shape(const MaskShape& shape) const override { alignment_.check_shape(shape); }
 
-  std::vector<Range> candidates(Side side, int64_t first, int64_t last, int64_t queries,
-                                int64_t keys) const override {
-    const int64_t offset = shift(queries, keys);
+  Candidates candidates(Side side, std::span<const int64_t> owners, const MaskShape& shape) const override {
+    const int64_t low = lowest(owners), high = highest(owners), shift = alignment_.shift(shape);
+    const int64_t length = shape.others(side);
+    const auto inside = [&](int64_t token) { return std::clamp<int64_t>(token, 0, length); };
+    // Every owner sees [every_first, every_last), some owner sees [any_first, any_last).
+    int64_t any_first = 0, every_first = 0, any_last = length, every_last = length;
     if (side == Side::query) {
-      // The first owner sees keys up to `every`, the last up to `any`.
-      const int64_t every = std::clamp<int64_t>(first + offset + 1, 0, keys);
-      const int64_t any = std::clamp<int64_t>(last + offset, 0, keys);
-      return {{0, every, true}, {every, any, false}};
+      if (left_) any_first = inside(low + shift - *left_), every_first = inside(high + shift - *left_);
+      any_last = inside(high + shift + right_ + 1), every_last = inside(low + shift + right_ + 1);
+    } else {
+      if (left_) any_last = inside(high - shift + *left_ + 1), every_last = inside(low - shift + *left_ + 1);
+      any_first = inside(low - shift - right_), every_first = inside(high - shift - right_);
     }
-    // Queries from `any` on see the first of these keys, from `every` on the last too.
-    const int64_t any = std::clamp<int64_t>(first - offset, 0, queries);
-    const int64_t every = std::clamp<int64_t>(last - 1 - offset, 0, queries);
-    return {{any, every, false}, {every, queries, true}};
+    if (every_first >= every_last) return {{{any_first, any_last, false}}, {}};
+    return {{{any_first, every_first, false}, {every_first, every_last, true}, {every_last, any_last, false}},
+            {}};
   }
 
  private:
-  int64_t shift(int64_t queries, int64_t keys) const {
-    return align_ == Align::bottom_right ? keys - queries : 0;
+  std::optional<int64_t> left_;
+  int64_t right_;
+  Alignment alignment_;
+};
+
+class DocumentRule final : public PredicateRule<DocumentRule> {
+ public:
+  DocumentRule(const std::vector<int64_t>& query_lengths, const std::vector<int64_t>& key_lengths)
+      : starts_{starts(query_lengths), starts(key_lengths)} {
+    check(query_lengths.size() == key_lengths.size(), Error::Kind::Value,
+          "[document] expected as many documents of keys as of queries, got ", key_lengths.size(), " and ",
+          query_lengths.size());
   }
 
-  std::optional<Align> align_;
+  bool sees(const Query& q, const Key& k, const MaskShape&) const {
+    return document_of(Side::query, q.token) == document_of(Side::key, k.token);
+  }
+  void check_shape(const MaskShape& s) const override {
+    for (Side side : {Side::query, Side::key})
+      check(of(side).back() == s.owners(side), Error::Kind::Shape, "[document] the documents have ",
+            of(side).back(), side == Side::query ? " queries, got " : " keys, got ", s.owners(side));
+  }
+  Candidates candidates(Side side, std::span<const int64_t> owners, const MaskShape&) const override {
+    const size_t first = document_of(side, lowest(owners)), last = document_of(side, highest(owners));
+    const auto& others = of(side == Side::query ? Side::key : Side::query);
+    return {{{others[first], others[last + 1], first == last}}, {}};
+  }
+
+ private:
+  static std::vector<int64_t> starts(const std::vector<int64_t>& lengths) {
+    std::vector<int64_t> result{0};
+    for (int64_t length : lengths) {
+      check(length >= 0, Error::Kind::Value, "[document] a length must be at least 0, got ", length);
+      result.push_back(result.back() + length);
+    }
+    return result;
+  }
+  const std::vector<int64_t>& of(Side side) const { return starts_[side == Side::key]; }
+  size_t document_of(Side side, int64_t token) const {
+    const auto& starts = of(side);
+    return static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), token) - starts.begin()) - 1;
+  }
+
+  std::array<std::vector<int64_t>, 2> starts_;
 };
+
+class PaddingRule final : public PredicateRule<PaddingRule> {
+ public:
+  explicit PaddingRule(std::vector<int64_t> lengths)
+      : PredicateRule(true, false), lengths_(std::move(lengths)) {}
+
+  bool sees(const Query&, const Key& k, const MaskShape& shape) const { return k.token < length(shape); }
+  void check_shape(const MaskShape& s) const override {
+    check(static_cast<int64_t>(lengths_.size()) == s.batches, Error::Kind::Shape, "[padding] expected ",
+          s.batches, " lengths, one a batch element, got ", lengths_.size());
+    for (size_t b = 0; b < lengths_.size(); ++b)
+      check(lengths_[b] >= 0 && lengths_[b] <= s.keys, Error::Kind::Shape,
+            "[padding] the length of batch element ", b, " must be in [0, ", s.keys, "], got ", lengths_[b]);
+  }
+  Candidates candidates(Side side, std::span<const int64_t> owners, const MaskShape& shape) const override {
+    if (side == Side::query) return {{{0, length(shape), true}}, {}};
+    return {{{0, lowest(owners) < length(shape) ? shape.queries : 0, highest(owners) < length(shape)}}, {}};
+  }
+
+ private:
+  int64_t length(const MaskShape& shape) const { return lengths_.at(static_cast<size_t>(shape.batch)); }
+  std::vector<int64_t> lengths_;
+};
+
+class PrefixRule final : public PredicateRule<PrefixRule> {
+ public:
+  explicit PrefixRule(int64_t length) : length_(length) {
+    check(length >= 0, Error::Kind::Value, "[prefix] the length must be at least 0, got ", length);
+  }
+
+  bool sees(const Query& q, const Key& k, const MaskShape&) const {
+    return k.token < length_ || k.token <= q.token;
+  }
+  void check_shape(const MaskShape& s) const override {
+    check(s.queries == s.keys, Error::Kind::Shape, "[prefix] expected as many keys as queries, got ", s.keys,
+          " and ", s.queries);
+  }
+  Candidates candidates(Side side, std::span<const int64_t> owners, const MaskShape& shape) const override {
+    const int64_t n = shape.keys, low = lowest(owners), high = highest(owners);
+    if (side == Side::query) {
+      const int64_t every = std::min(n, std::max(length_, low + 1)),
+                    any = std::min(n, std::max(length_, high + 1));
+      return {{{0, every, true}, {every, any, false}}, {}};
+    }
+    if (high < length_) return {{{0, n, true}}, {}};
+    return {{{low < length_ ? 0 : low, high, false}, {high, n, true}}, {}};
+  }
+
+ private:
+  int64_t length_;
+};
+
+// -----------------------------------------------------------------------------------------------
+// combinations
+
+// The pieces between all ends of two sets of ranges, with what each set says of a piece: 0 no token is a
+// candidate, 1 tokens are to be tried, 2 all.
+template <class F>
+void for_each_piece(const std::vector<Range>& a, const std::vector<Range>& b, int64_t length, F&& f) {
+  std::vector<int64_t> ends{0, length};
+  for (const auto* set : {&a, &b})
+    for (const Range& range : *set) ends.push_back(range.first), ends.push_back(range.last);
+  std::sort(ends.begin(), ends.end());
+  ends.erase(std::unique(ends.begin(), ends.end()), ends.end());
+  size_t i = 0, j = 0;
+  const auto level = [](const std::vector<Range>& set, size_t& at, int64_t token) {
+    while (at < set.size() && set[at].last <= token) ++at;
+    return at < set.size() && set[at].first <= token ? (set[at].all ? 2 : 1) : 0;
+  };
+  for (size_t e = 0; e + 1 < ends.size(); ++e) {
+    const int of_a = level(a, i, ends[e]), of_b = level(b, j, ends[e]);
+    f(ends[e], ends[e + 1], of_a, of_b);
+  }
+}
+
+void append(std::vector<Range>& ranges, const Range& range) {
+  if (range.first >= range.last) return;
+  if (!ranges.empty() && ranges.back().last == range.first && ranges.back().all == range.all)
+    ranges.back().last = range.last;
+  else
+    ranges.push_back(range);
+}
+
+std::vector<Range> without_empty(const std::vector<Range>& ranges) {
+  std::vector<Range> result;
+  for (const Range& range : ranges) append(result, range);
+  return result;
+}
+
+bool contains(const std::vector<Range>& ranges, int64_t token) {
+  const auto after = std::upper_bound(ranges.begin(), ranges.end(), token,
+                                      [](int64_t t, const Range& range) { return t < range.first; });
+  return after != ranges.begin() && token < std::prev(after)->last;
+}
+
+std::vector<int64_t> filtered(const std::vector<int64_t>& list, const std::vector<Range>& ranges,
+                              bool inside) {
+  std::vector<int64_t> result;
+  for (int64_t token : list)
+    if (contains(ranges, token) == inside) result.push_back(token);
+  return result;
+}
+
+enum class Combination { both, either };
+
+class CombinedRule final : public MaskRule {
+ public:
+  CombinedRule(Combination how, Mask a, Mask b)
+      : MaskRule(a.rule().per_batch() || b.rule().per_batch(), a.rule().per_head() || b.rule().per_head()),
+        how_(how),
+        a_(std::move(a)),
+        b_(std::move(b)) {}
+
+  void check_shape(const MaskShape& shape) const override {
+    a_.rule().check_shape(shape);
+    b_.rule().check_shape(shape);
+  }
+  bool allows(const MaskShape& shape, int64_t q, int64_t k) const override {
+    const bool first = a_.rule().allows(shape, q, k);
+    if (first != (how_ == Combination::both)) return first;
+    return b_.rule().allows(shape, q, k);
+  }
+  OwnerOrder order(Side side, const MaskShape& shape) const override {
+    OwnerOrder first = a_.rule().order(side, shape);
+    return first.linear() ? b_.rule().order(side, shape) : first;
+  }
+  Candidates candidates(Side side, std::span<const int64_t> owners, const MaskShape& shape) const override {
+    Candidates a = a_.rule().candidates(side, owners, shape), b = b_.rule().candidates(side, owners, shape);
+    a.ranges = without_empty(a.ranges), b.ranges = without_empty(b.ranges);
+    Candidates result;
+    for_each_piece(a.ranges, b.ranges, shape.others(side),
+                   [&](int64_t first, int64_t last, int of_a, int of_b) {
+                     if (how_ == Combination::both) {
+                       if (of_a > 0 && of_b > 0) append(result.ranges, {first, last, of_a == 2 && of_b == 2});
+                     } else if (of_a > 0 || of_b > 0) {
+                       append(result.ranges, {first, last, of_a == 2 || of_b == 2});
+                     }
+                   });
+    if (how_ == Combination::both) {
+      // A token of a list is seen by both if the other has it in its list or its ranges.
+      std::vector<int64_t> common;
+      std::set_intersection(a.list.begin(), a.list.end(), b.list.begin(), b.list.end(),
+                            std::back_inserter(common));
+      result.list =
+          merged(common, merged(filtered(a.list, b.ranges, true), filtered(b.list, a.ranges, true)));
+    } else {
+      result.list = filtered(merged(a.list, b.list), result.ranges, false);
+    }
+    return result;
+  }
+  Atom bits(Side side, std::span<const int64_t> owners, std::span<const int64_t> others,
+            const MaskShape& shape) const override {
+    Atom result = a_.rule().bits(side, owners, others, shape);
+    const Atom more = b_.rule().bits(side, owners, others, shape);
+    for (size_t j = 0; j < result.size(); ++j)
+      result[j] = how_ == Combination::both ? result[j] & more[j] : result[j] | more[j];
+    return result;
+  }
+
+ private:
+  static std::vector<int64_t> merged(const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
+    std::vector<int64_t> result;
+    std::set_union(a.begin(), a.end(), b.begin(), b.end(), std::back_inserter(result));
+    return result;
+  }
+
+  Combination how_;
+  Mask a_, b_;
+};
+
+class NotRule final : public MaskRule {
+ public:
+  explicit NotRule(Mask a) : MaskRule(a.rule().per_batch(), a.rule().per_head()), a_(std::move(a)) {}
+
+  void check_shape(const MaskShape& shape) const override { a_.rule().check_shape(shape); }
+  bool allows(const MaskShape& shape, int64_t q, int64_t k) const override {
+    return !a_.rule().allows(shape, q, k);
+  }
+  OwnerOrder order(Side side, const MaskShape& shape) const override { return a_.rule().order(side, shape); }
+  Candidates candidates(Side side, std::span<const int64_t> owners, const MaskShape& shape) const override {
+    const Candidates a = a_.rule().candidates(side, owners, shape);
+    std::vector<Range> listed;
+    for (int64_t token : a.list) append(listed, {token, token + 1, false});
+    Candidates result;
+    for_each_piece(without_empty(a.ranges), listed, shape.others(side),
+                   [&](int64_t first, int64_t last, int of_ranges, int of_list) {
+                     const int level = std::max(of_ranges, of_list);
+                     if (level < 2) append(result.ranges, {first, last, level == 0});
+                   });
+    return result;
+  }
+  Atom bits(Side side, std::span<const int64_t> owners, std::span<const int64_t> others,
+            const MaskShape& shape) const override {
+    Atom result = a_.rule().bits(side, owners, others, shape);
+    const uint64_t every = owners.size() == 64 ? ~uint64_t{0} : (uint64_t{1} << owners.size()) - 1;
+    for (size_t j = 0; j < others.size(); ++j) result[j] = ~result[j] & every;
+    return result;
+  }
+
+ private:
+  Mask a_;
+};
+
+template <class Rule, class... Args>
+Mask make(Args&&... args) {
+  return Mask(std::make_shared<Rule>(std::forward<Args>(args)...));
+}
 
 }  // namespace
 
 Mask::Mask() : Mask(full()) {}
 
-bool Mask::allows(int64_t q, int64_t k, int64_t queries, int64_t keys) const {
-  rule_->check_lengths(queries, keys);
-  return rule_->allows(q, k, queries, keys);
+bool Mask::allows(int64_t q, int64_t k, int64_t queries, int64_t keys, int64_t batch, int64_t head) const {
+  const MaskShape shape{queries, keys, batch + 1, head + 1, batch, head};
+  return rule_->allows(shape, q, k);
 }
 
+Mask operator&(const Mask& a, const Mask& b) { return make<CombinedRule>(Combination::both, a, b); }
+Mask operator|(const Mask& a, const Mask& b) { return make<CombinedRule>(Combination::either, a, b); }
+Mask operator!(const Mask& a) { return make<NotRule>(a); }
+
+// Masks without parameters have one rule for the whole process, so that all layers share its maps.
 Mask full() {
-  static const Mask mask(std::make_shared<FullRule>());
+  static const Mask mask = make<FullRule>();
   return mask;
 }
 
-// One rule each for the whole process, so that every layer shares its maps.
 Mask causal(Align align) {
-  static const Mask top_left(std::make_shared<CausalRule>(Align::top_left));
-  static const Mask bottom_right(std::make_shared<CausalRule>(Align::bottom_right));
+  static const Mask top_left = make<BandRule>("causal", std::nullopt, 0, Align::top_left);
+  static const Mask bottom_right = make<BandRule>("causal", std::nullopt, 0, Align::bottom_right);
   return align == Align::top_left ? top_left : bottom_right;
 }
 
 Mask causal() {
-  static const Mask mask(std::make_shared<CausalRule>(std::nullopt));
+  static const Mask mask = make<BandRule>("causal", std::nullopt, 0, std::nullopt);
   return mask;
 }
+
+Mask sliding_window(int64_t left, int64_t right) {
+  return make<BandRule>("sliding_window", left, right, std::nullopt);
+}
+
+Mask sliding_window(int64_t left, int64_t right, Align align) {
+  return make<BandRule>("sliding_window", left, right, align);
+}
+
+Mask document(std::vector<int64_t> lengths, std::vector<int64_t> key_lengths) {
+  if (key_lengths.empty()) key_lengths = lengths;
+  return make<DocumentRule>(lengths, key_lengths);
+}
+
+Mask padding(std::vector<int64_t> lengths) { return make<PaddingRule>(std::move(lengths)); }
+
+Mask prefix(int64_t length) { return make<PrefixRule>(length); }
 
 }  // namespace torus

@@ -1,32 +1,50 @@
 // Mask: which keys a query may see. One predicate; the map of tiles that kernels walk is derived from it.
 #pragma once
 
-#include <cstdint>
 #include <memory>
+#include <string>
+#include <utility>
+#include <vector>
 
-#include "torus/core/shape.h"
+#include "torus/core/tensor.h"
+#include "torus/ops/attention/mask_rule.h"
 
 namespace torus {
 
-namespace detail {
-class MaskRule;
-}
+struct MaskOptions {
+  std::vector<int64_t> grid = {};      // sizes of the grid that the tokens lie on, row-major; empty: no grid
+  std::vector<int64_t> key_grid = {};  // of the keys, if it is another
+  bool per_batch = false;              // the predicate reads `batch`: each element gets its own map
+  bool per_head = false;               // the predicate reads `head`
+};
 
 /// An immutable rule that says which (query, key) pairs attention uses. Copies share the rule and what was
-/// derived from it. Make one with the functions below.
+/// derived from it. Combine masks with &, | and !.
 class Mask {
  public:
   /// Every query sees every key.
   Mask();
   explicit Mask(std::shared_ptr<const detail::MaskRule> rule) : rule_(std::move(rule)) {}
 
-  /// Whether query token q may see key token k, among Nq queries and Nk keys.
-  bool allows(int64_t q, int64_t k, int64_t queries, int64_t keys) const;
+  /// A mask that did not exist before: `predicate(Query, Key)` returns whether the pair is allowed. It must
+  /// be pure: it runs on several threads, once for each pair that might be visited, when a new problem size
+  /// is first met. With a grid, `coord` holds a token's place on it, and kernels work on boxes of the grid.
+  template <class Predicate>
+  static Mask from(Predicate predicate, const MaskOptions& options = {});
+
+  /// Whether query token q may see key token k, among Nq queries and Nk keys, of one batch element and head.
+  bool allows(int64_t q, int64_t k, int64_t queries, int64_t keys, int64_t batch = 0, int64_t head = 0) const;
   const detail::MaskRule& rule() const { return *rule_; }
+  const std::shared_ptr<const detail::MaskRule>& shared_rule() const { return rule_; }
 
  private:
   std::shared_ptr<const detail::MaskRule> rule_;
 };
+
+/// The pairs that both allow, that either allows, that it does not allow.
+Mask operator&(const Mask& a, const Mask& b);
+Mask operator|(const Mask& a, const Mask& b);
+Mask operator!(const Mask& a);
 
 /// Every query sees every key.
 Mask full();
@@ -38,5 +56,80 @@ enum class Align { top_left, bottom_right };
 Mask causal(Align align);
 /// The same for as many keys as queries, where both alignments agree; other lengths throw.
 Mask causal();
+
+/// Query q sees keys q - left to q + right, both at least 0. As for `causal`, other lengths need an
+/// alignment.
+Mask sliding_window(int64_t left, int64_t right);
+Mask sliding_window(int64_t left, int64_t right, Align align);
+
+/// Documents packed one after another: a token sees those of its own document. `key_lengths`: of the keys, if
+/// they are others (cross-attention); as many documents.
+Mask document(std::vector<int64_t> lengths, std::vector<int64_t> key_lengths = {});
+/// In batch element b, every query sees the first lengths[b] keys.
+Mask padding(std::vector<int64_t> lengths);
+/// Every query sees the first `length` keys, and further ones up to its own place. As many keys as queries.
+Mask prefix(int64_t length);
+
+/// What a window does at the ends of an axis of length L. The keys of centre q lie at q + j d for w values of
+/// j from
+/// -(w/2) on (so an even window has one more below); d is the dilation; a key counts once.
+enum class Boundary {
+  wrap,    // modulo L: the axis is a circle
+  shift,   // slides inward, keeping its size, within the keys of one residue modulo d (NATTEN's rule)
+  shrink,  // loses what lies outside
+  causal,  // keys q - j d, j = 0 ... w - 1, inside
+  valid  // the key axis is longer by (w - 1) d, and the window of query q starts at key q: nothing is outside
+};
+inline constexpr Boundary wrap = Boundary::wrap, shift = Boundary::shift, shrink = Boundary::shrink,
+                          valid = Boundary::valid;
+
+/// One entry an axis; `dilation` and `boundary` may be left out (1; shift) or hold one entry for all axes.
+struct NeighborhoodOptions {
+  std::vector<int64_t> grid = {};    // of the queries
+  std::vector<int64_t> window = {};  // w >= 1
+  std::vector<int64_t> dilation = {};
+  std::vector<Boundary> boundary = {};
+  std::vector<int64_t> key_grid =
+      {};               // if it is another: then `centers` says where each query is (but on valid axes)
+  Tensor centers = {};  // [Nq, axes] i64 on the key grid, instead of a grid of queries
+};
+
+/// A window around each token of a grid of any number of axes up to 6. Throws Error{Value, Shape} naming the
+/// axis.
+Mask neighborhood(const NeighborhoodOptions& options);
+
+namespace detail {
+
+template <class Predicate>
+class LambdaRule final : public PredicateRule<LambdaRule<Predicate>> {
+ public:
+  LambdaRule(Predicate predicate, const MaskOptions& options)
+      : PredicateRule<LambdaRule>(options.per_batch, options.per_head),
+        predicate_(std::move(predicate)),
+        grids_(options.grid, options.key_grid) {}
+
+  bool sees(const Query& q, const Key& k, const MaskShape&) const { return predicate_(q, k); }
+  void check_shape(const MaskShape& shape) const override { grids_.check_shape(shape); }
+  OwnerOrder order(Side side, const MaskShape&) const override { return grids_.order(side); }
+  Candidates candidates(Side side, std::span<const int64_t>, const MaskShape& shape) const override {
+    return grids_.candidates(side, shape);
+  }
+
+ protected:
+  const Grid* grid(Side side) const override { return grids_.of(side); }
+
+ private:
+  Predicate predicate_;
+  NamedGrids grids_;
+};
+
+}  // namespace detail
+
+template <class Predicate>
+Mask Mask::from(Predicate predicate, const MaskOptions& options) {
+  static_assert(std::is_invocable_r_v<bool, const Predicate&, const Query&, const Key&>,
+                "the predicate of a mask is called as bool(Query, Key) and does not change");
+  return Mask(std::make_shared<detail::LambdaRule<Predicate>>(std::move(predicate), options));
+}
 
 }  // namespace torus

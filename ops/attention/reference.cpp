@@ -1,5 +1,6 @@
 // The oracle: attention composed of ordinary ops, one line of the definition at a time. It asks the mask's
 // predicate pair by pair and shares no tile code with the fused backends.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -13,13 +14,62 @@ namespace {
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
 
-// [Nq, Nk], true where the pair is not allowed.
-Tensor forbidden_pairs(const Mask& mask, int64_t queries, int64_t keys) {
-  Tensor result = Tensor::empty({queries, keys}, boolean);
+// True where the pair is not allowed: [B, H, Nq, Nk], with 1 for B or H where the mask does not depend on
+// them.
+Tensor forbidden_pairs(const AttentionProblem& problem) {
+  const MaskRule& rule = problem.mask.rule();
+  const int64_t batches = rule.per_batch() ? problem.batch() : 1,
+                heads = rule.per_head() ? problem.heads() : 1;
+  Tensor result = Tensor::empty({batches, heads, problem.queries(), problem.keys()}, boolean);
   bool* data = result.mutable_data<bool>();
-  for (int64_t q = 0; q < queries; ++q)
-    for (int64_t k = 0; k < keys; ++k) data[q * keys + k] = !mask.rule().allows(q, k, queries, keys);
+  for (int64_t b = 0; b < batches; ++b)
+    for (int64_t h = 0; h < heads; ++h) {
+      const MaskShape shape{problem.queries(), problem.keys(), problem.batch(), problem.heads(), b, h};
+      for (int64_t q = 0; q < problem.queries(); ++q)
+        for (int64_t k = 0; k < problem.keys(); ++k) *data++ = !rule.allows(shape, q, k);
+    }
   return result;
+}
+
+// The place of each pair in a table of relative biases, without its head: [Nq, Nk].
+Tensor table_places(const AttentionBias& bias, int64_t tokens) {
+  Tensor result = Tensor::empty({tokens, tokens}, i64);
+  int64_t* data = result.mutable_data<int64_t>();
+  const Shape& sizes = bias.value().shape();
+  for (int64_t q = 0; q < tokens; ++q)
+    for (int64_t k = 0; k < tokens; ++k) {
+      int64_t place = 0, stride = 1, from = q, to = k;
+      for (int a = static_cast<int>(bias.grid().size()) - 1; a >= 0; --a) {
+        const int64_t length = bias.grid()[static_cast<size_t>(a)], size = sizes[a + 1];
+        int64_t offset = to % length - from % length;
+        if (bias.wrapped()[static_cast<size_t>(a)]) {
+          // The nearest of the images one turn apart; of two equally near ones that below.
+          for (int64_t image : {offset - length, offset + length})
+            if (std::abs(image) < std::abs(offset) || (std::abs(image) == std::abs(offset) && image < offset))
+              offset = image;
+        }
+        place += (std::clamp(offset, -(size / 2), size / 2) + size / 2) * stride;
+        stride *= size, from /= length, to /= length;
+      }
+      *data++ = place;
+    }
+  return result;
+}
+
+// One term as an ordinary tensor that broadcasts to [B, H, Nq, Nk].
+Variable dense_bias(const AttentionBias& bias, const AttentionProblem& problem) {
+  const Variable& value = bias.value();
+  if (bias.kind() == AttentionBias::Kind::dense) return value;
+  const int64_t heads = value.size(0), queries = problem.queries(), keys = problem.keys();
+  if (bias.kind() == AttentionBias::Kind::alibi) {
+    Tensor distance = Tensor::empty({queries, keys}, f64);
+    double* data = distance.mutable_data<double>();
+    for (int64_t q = 0; q < queries; ++q)
+      for (int64_t k = 0; k < keys; ++k) *data++ = static_cast<double>(-std::abs((k - keys) - (q - queries)));
+    return cast(reshape(cast(value, f64), {heads, 1, 1}) * Variable(distance), problem.q.dtype());
+  }
+  const Variable rows = transpose(reshape(value, {heads, value.numel() / heads}), 0, 1);
+  return permute(embedding(rows, table_places(bias, queries)), {2, 0, 1});
 }
 
 // keep / (1 - p), [B, H, Nq, Nk].
@@ -67,10 +117,12 @@ AttentionOutput reference_attention(const Variable& q, const Variable& k, const 
             Variable(Tensor::full({batch, heads, queries}, -infinity, lse_dtype))};
   }
   const int64_t group = heads / problem.kv_heads();
-  const Tensor forbidden = forbidden_pairs(problem.mask, queries, keys);
   const Variable k_heads = repeat_heads(k, group), v_heads = repeat_heads(v, group);
 
-  const Variable s = masked_fill(matmul(q, transpose(k_heads, 2, 3)) * problem.scale, forbidden, -infinity);
+  Variable s = matmul(q, transpose(k_heads, 2, 3)) * problem.scale;
+  if (problem.softcap > 0) s = tanh(s / problem.softcap) * problem.softcap;
+  for (const AttentionBias& bias : problem.bias) s = s + dense_bias(bias, problem);
+  s = masked_fill(s, forbidden_pairs(problem), -infinity);
   // The row's maximum is only for range: no gradient flows through it.
   Tensor top = max(s.detach(), -1, true).value();
   top = masked_fill(top, equals(top, -infinity), 0).value();

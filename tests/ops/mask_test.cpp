@@ -1,0 +1,678 @@
+// Masks: which pairs they allow, the maps derived from them, and the same fused kernels under all of them.
+#include "torus/ops/attention/mask.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <set>
+
+#include "torus/autograd/gradcheck.h"
+#include "torus/autograd/tape.h"
+#include "torus/core/parallel.h"
+#include "torus/ops/attention/attention.h"
+#include "torus/ops/attention/map.h"
+#include "torus/ops/ops.h"
+
+namespace torus {
+namespace {
+
+using detail::MaskMap;
+using detail::MaskShape;
+using detail::Side;
+using detail::Visit;
+
+std::string message_of(const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+// Every pair that the predicate allows is visited once on each side, and no other; needed and visited are
+// counted.
+void expect_covers(const Mask& mask, const MaskShape& shape) {
+  const auto map = mask.rule().map(shape);
+  for (const Side side : {Side::query, Side::key}) {
+    const bool by_query = side == Side::query;
+    const int64_t owners = shape.owners(side);
+    std::vector<int> seen(static_cast<size_t>(shape.queries * shape.keys), 0),
+        owned(static_cast<size_t>(owners), 0);
+    int64_t visited = 0;
+    const detail::SideMap& m = map->side(side);
+    for (int64_t tile = 0; tile < m.tiles; ++tile) {
+      std::array<int64_t, 64> space;
+      const auto tokens = m.owners(tile, owners, space);
+      for (int64_t token : tokens) ++owned[static_cast<size_t>(token)];
+      for (const Visit& visit : m.of_tile(tile))
+        for (int64_t j = 0; j < visit.count; ++j) {
+          const int64_t other = visit.kind == Visit::Kind::gather
+                                    ? m.lists[static_cast<size_t>(visit.first + j)]
+                                    : visit.first + j;
+          visited += static_cast<int64_t>(tokens.size());
+          for (size_t i = 0; i < tokens.size(); ++i) {
+            if (visit.kind != Visit::Kind::interval) {
+              const auto id = m.atom_ids[static_cast<size_t>(visit.atoms + j / 64)];
+              if (id >= 0 && !(map->atoms[static_cast<size_t>(id)][static_cast<size_t>(j % 64)] >> i & 1))
+                continue;
+            }
+            ++seen[static_cast<size_t>(by_query ? tokens[i] * shape.keys + other
+                                                : other * shape.keys + tokens[i])];
+          }
+        }
+    }
+    for (int count : owned) ASSERT_EQ(count, 1);
+    int64_t needed = 0;
+    for (int64_t q = 0; q < shape.queries; ++q)
+      for (int64_t k = 0; k < shape.keys; ++k) {
+        const bool allowed = mask.rule().allows(shape, q, k);
+        needed += allowed;
+        ASSERT_EQ(seen[static_cast<size_t>(q * shape.keys + k)], allowed)
+            << (by_query ? "query side: " : "key side: ") << q << ", " << k;
+      }
+    if (by_query) {
+      EXPECT_EQ(map->needed, needed);
+      EXPECT_EQ(map->visited, visited);
+    }
+  }
+}
+
+TEST(Mask, SequencesAllowWhatTheySay) {
+  for (int64_t q = 0; q < 7; ++q)
+    for (int64_t k = 0; k < 9; ++k) {
+      EXPECT_TRUE(full().allows(q, k, 7, 9));
+      EXPECT_EQ(causal(Align::top_left).allows(q, k, 7, 9), k <= q);
+      EXPECT_EQ(causal(Align::bottom_right).allows(q, k, 7, 9), k - 9 <= q - 7);
+      EXPECT_EQ(sliding_window(2, 1, Align::top_left).allows(q, k, 7, 9), q - 2 <= k && k <= q + 1);
+      EXPECT_EQ(sliding_window(2, 1, Align::bottom_right).allows(q, k, 7, 9), q <= k && k <= q + 3);
+      EXPECT_EQ(document({3, 0, 4}, {5, 2, 2}).allows(q, k, 7, 9), q < 3 ? k < 5 : k >= 7);
+      EXPECT_EQ(padding({4, 9}).allows(q, k, 7, 9, 0), k < 4);
+      EXPECT_TRUE(padding({4, 9}).allows(q, k, 7, 9, 1));
+      EXPECT_EQ(prefix(3).allows(q, k, 9, 9), k < 3 || k <= q);
+      EXPECT_EQ((!causal(Align::top_left)).allows(q, k, 7, 9), k > q);
+      EXPECT_EQ((full() & prefix(2)).allows(q, k, 9, 9), k < 2 || k <= q);
+      EXPECT_EQ((sliding_window(1, 1, Align::top_left) | padding({2})).allows(q, k, 7, 9),
+                (q - 1 <= k && k <= q + 1) || k < 2);
+    }
+}
+
+// The keys of one centre by the text of Boundary, without any code of the masks.
+std::set<int64_t> keys_of(Boundary boundary, int64_t q, int64_t w, int64_t d, int64_t length) {
+  std::set<int64_t> keys;
+  if (boundary == Boundary::shift) {
+    std::vector<int64_t> all;
+    int64_t place = 0;
+    for (int64_t k = q % d; k < length; k += d) {
+      if (k == q) place = static_cast<int64_t>(all.size());
+      all.push_back(k);
+    }
+    const auto n = static_cast<int64_t>(all.size());
+    int64_t first = place - w / 2;
+    while (first + w > n) --first;
+    while (first < 0) ++first;
+    for (int64_t i = first; i < std::min(n, first + w); ++i) keys.insert(all[static_cast<size_t>(i)]);
+    return keys;
+  }
+  for (int64_t i = 0; i < w; ++i) {
+    int64_t k = q + (i - w / 2) * d;
+    if (boundary == Boundary::causal) k = q - i * d;
+    if (boundary == Boundary::valid) k = q + i * d;
+    if (boundary == Boundary::wrap)
+      while (k < 0) k += length;
+    if (boundary == Boundary::wrap) k %= length;
+    if (k >= 0 && k < length) keys.insert(k);
+  }
+  return keys;
+}
+
+TEST(Mask, EveryBoundaryAllowsWhatItSays) {
+  for (Boundary boundary :
+       {Boundary::wrap, Boundary::shift, Boundary::shrink, Boundary::causal, Boundary::valid})
+    for (int64_t length = 1; length <= 13; ++length)
+      for (int64_t w = 1; w <= 15; ++w)
+        for (int64_t d = 1; d <= 5; ++d) {
+          const int64_t keys = boundary == Boundary::valid ? length + (w - 1) * d : length;
+          const Mask mask = neighborhood(
+              {.grid = {length}, .window = {w}, .dilation = {d}, .boundary = {boundary}, .key_grid = {keys}});
+          for (int64_t q = 0; q < length; ++q) {
+            const auto expected = keys_of(boundary, q, w, d, keys);
+            for (int64_t k = 0; k < keys; ++k)
+              ASSERT_EQ(mask.allows(q, k, length, keys), expected.contains(k))
+                  << "boundary " << static_cast<int>(boundary) << " L " << length << " w " << w << " d " << d
+                  << " q " << q << " k " << k;
+            if (boundary == Boundary::wrap) {
+              ASSERT_EQ(static_cast<int64_t>(expected.size()), std::min(w, length / std::gcd(d, length)));
+            }
+          }
+        }
+}
+
+// Random masks of every kind and combination.
+class MaskMaker {
+ public:
+  explicit MaskMaker(uint64_t seed) : g_(seed) {}
+  int64_t below(int64_t bound) { return g_.below(bound); }
+  double uniform() { return g_.uniform(); }
+
+  struct Made {
+    Mask mask;
+    int64_t queries, keys;
+    std::string text;
+  };
+
+  Made any(int64_t batch) {
+    switch (below(4)) {
+      case 0:
+        return sequence(batch);
+      case 1: {
+        Made a = grid();
+        const Mask other = linear(a.queries, a.keys, batch, a.text);
+        a.mask = below(2) ? a.mask & other : a.mask | other;
+        return a;
+      }
+      case 2: {
+        Made a = grid();
+        if (below(2)) {
+          a.mask = !a.mask;
+          a.text = "not " + a.text;
+        }
+        return a;
+      }
+      default:
+        return grid();
+    }
+  }
+
+  Made grid() {
+    NeighborhoodOptions o;
+    std::ostringstream text;
+    const int64_t axes = 1 + below(3);
+    int64_t queries = 1, keys = 1;
+    for (int64_t a = 0; a < axes; ++a) {
+      const int64_t length = 1 + below(axes == 1   ? 150
+                                       : axes == 2 ? 13
+                                                   : 6),
+                    w = 1 + below(7), d = 1 + below(3);
+      const auto boundary = static_cast<Boundary>(below(5));
+      o.grid.push_back(length);
+      o.window.push_back(w);
+      o.dilation.push_back(d);
+      o.boundary.push_back(boundary);
+      o.key_grid.push_back(boundary == Boundary::valid ? length + (w - 1) * d : length);
+      queries *= length;
+      keys *= o.key_grid.back();
+      text << "axis of " << length << " window " << w << " dilation " << d << " boundary "
+           << static_cast<int>(boundary) << "; ";
+    }
+    if (below(4) == 0 &&
+        std::find(o.boundary.begin(), o.boundary.end(), Boundary::valid) == o.boundary.end()) {
+      queries = 1 + below(100);
+      o.centers = Tensor::empty({queries, axes}, i64);
+      for (int64_t i = 0; i < queries * axes; ++i)
+        o.centers.mutable_data<int64_t>()[i] = below(o.key_grid[static_cast<size_t>(i % axes)]);
+      o.grid.clear();
+      text << "explicit centers; ";
+    }
+    return {neighborhood(o), queries, keys, text.str()};
+  }
+
+ private:
+  Mask linear(int64_t queries, int64_t keys, int64_t batch, std::string& text) {
+    switch (below(6)) {
+      case 0:
+        text += "causal";
+        return causal(below(2) ? Align::top_left : Align::bottom_right);
+      case 1:
+        text += "window";
+        return sliding_window(below(9), below(9), below(2) ? Align::top_left : Align::bottom_right);
+      case 2: {
+        text += "document";
+        const int64_t q = below(queries + 1), k = below(keys + 1);
+        return document({q, queries - q}, {k, keys - k});
+      }
+      case 3: {
+        text += "padding";
+        std::vector<int64_t> lengths;
+        for (int64_t b = 0; b < batch; ++b) lengths.push_back(below(keys + 1));
+        return padding(lengths);
+      }
+      case 4: {
+        text += "lambda of the head";
+        return Mask::from([](Query q, Key k) { return (q.token + k.token + q.head) % 3 != 0; },
+                          {.per_head = true});
+      }
+      default: {
+        text += "lambda";
+        return Mask::from([](Query q, Key k) { return (q.token * 7 + k.token * 3) % 5 < 2; });
+      }
+    }
+  }
+
+  Made sequence(int64_t batch) {
+    const int64_t queries = 1 + below(150), keys = below(2) ? queries : 1 + below(150);
+    Made made{full(), queries, keys, ""};
+    made.mask = linear(queries, keys, batch, made.text);
+    const int64_t more = below(4);
+    if (more == 0) made.mask = made.mask & linear(queries, keys, batch, made.text);
+    if (more == 1) made.mask = made.mask | linear(queries, keys, batch, made.text);
+    if (more == 2) made.mask = !made.mask;
+    made.text += more == 0 ? " and" : more == 1 ? " or" : more == 2 ? " not" : "";
+    return made;
+  }
+
+  Generator g_;
+};
+
+TEST(MaskMap, CoversEachAllowedPairOnce) {
+  for (const Mask& mask : {full(), causal(Align::top_left), causal(Align::bottom_right)})
+    for (const auto& [queries, keys] :
+         {std::pair<int64_t, int64_t>{1, 1}, {63, 65}, {200, 130}, {130, 200}, {0, 5}, {5, 0}})
+      expect_covers(mask, {queries, keys});
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    MaskMaker maker(seed);
+    const auto made = maker.any(2);
+    SCOPED_TRACE(made.text + " seed " + std::to_string(seed));
+    for (int64_t b = 0; b < 2; ++b)
+      expect_covers(made.mask, {made.queries, made.keys, 2, 2, b, made.mask.rule().per_head() ? b : 0});
+    if (::testing::Test::HasFailure()) return;
+  }
+}
+
+TEST(MaskMap, CausalAtAMillionTokensIsSmall) {
+  const int64_t n = 1 << 20;
+  const auto start = std::chrono::steady_clock::now();
+  const auto map = causal().rule().map({n, n});
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  EXPECT_LT(seconds, 5);
+  EXPECT_LT(map->bytes(), 4 << 20);
+  EXPECT_EQ(map->atoms.size(), 2u);  // one a side
+  EXPECT_EQ(map->needed, n * (n + 1) / 2);
+  EXPECT_LE(map->visited, map->needed + 64 * n);
+  EXPECT_EQ(map, causal().rule().map({n, n})) << "cached";
+}
+
+TEST(MaskMap, GrowsWithTheTokens) {
+  const auto bytes = [](int64_t side) {
+    return neighborhood({.grid = {side, side, side}, .window = {5}, .boundary = {wrap}})
+        .rule()
+        .map({side * side * side, side * side * side})
+        ->bytes();
+  };
+  EXPECT_LE(bytes(32), 8 * bytes(16) * 1.05);
+  for (const Mask& mask : {sliding_window(100, 3), document(std::vector<int64_t>(1024, 64)), prefix(100)}) {
+    const int64_t n = 1 << 16;
+    EXPECT_LE(mask.rule().map({n, n})->bytes(), n * 64);
+  }
+}
+
+// ----------------------------------------------------------------------------------- attention under masks
+
+struct Case {
+  int64_t batch = 1, heads = 1, kv_heads = 1, queries = 1, keys = 1, width = 1, value_width = 1;
+  AttentionOptions options = {};
+};
+
+double norm(const Tensor& x) {
+  double sum = 0;
+  for (double value : x.to_vector<double>()) sum += value * value;
+  return std::sqrt(sum);
+}
+
+double distance(const Tensor& a, const Tensor& b) {
+  const auto x = a.to_vector<double>(), y = b.to_vector<double>();
+  EXPECT_EQ(x.size(), y.size());
+  double sum = 0;
+  for (size_t i = 0; i < x.size(); ++i)
+    if (x[i] != y[i]) sum += (x[i] - y[i]) * (x[i] - y[i]);
+  return std::sqrt(sum);
+}
+
+// Output, lse and all gradients, fused against composed, by the rule that true zeros do not divide noise by
+// noise.
+void expect_fused_equals_reference(const Case& c, uint64_t seed) {
+  Generator g(seed);
+  const auto make = [&](int64_t h, int64_t n, int64_t d) { return randn({c.batch, h, n, d}, 0, 1, f64, g); };
+  const Tensor q0 = make(c.heads, c.queries, c.width), k0 = make(c.kv_heads, c.keys, c.width),
+               v0 = make(c.kv_heads, c.keys, c.value_width), d_out = make(c.heads, c.queries, c.value_width),
+               d_lse = randn({c.batch, c.heads, c.queries}, 0, 1, f64, g);
+  std::vector<std::vector<Tensor>> results;
+  for (Backend backend : {Backend::cpu, Backend::reference}) {
+    Tape tape;
+    const Variable q(q0, true), k(k0, true), v(v0, true);
+    AttentionOptions options = c.options;
+    Generator generator(3);
+    options.generator = &generator;
+    options.backend = backend;
+    std::vector<Variable> leaves{q, k, v};
+    for (AttentionBias& term : options.bias)
+      if (term.kind() != AttentionBias::Kind::alibi) {
+        leaves.emplace_back(term.value().value(), true);
+        term = term.with(leaves.back());
+      }
+    const auto [out, lse] = attention(q, k, v, options);
+    if (out.requires_grad()) tape.backward({out, lse}, {d_out, d_lse});
+    results.push_back({out.value(), lse.value()});
+    for (const Variable& leaf : leaves) results.back().push_back(leaf.grad());
+  }
+  const double scale = std::abs(c.options.scale.value_or(1 / std::sqrt(static_cast<double>(c.width))));
+  const double common = 64 * std::numeric_limits<double>::epsilon() * norm(d_out) * norm(v0);
+  const double floors[] = {0, 0, common * norm(k0) * scale, common * norm(q0) * scale, common};
+  for (size_t i = 0; i < results[0].size(); ++i) {
+    ASSERT_EQ(results[0][i].defined(), results[1][i].defined()) << i;
+    if (!results[0][i].defined()) continue;
+    const double floor = i < 5 ? floors[i] : common + 1e-12;
+    EXPECT_LE(distance(results[0][i], results[1][i]),
+              1e-10 * (std::isfinite(norm(results[1][i])) ? norm(results[1][i]) : 1e3) + floor)
+        << (const char*[]){"out", "lse", "dq", "dk", "dv", "first bias", "second bias", "third bias"}
+               [std::min<size_t>(i, 7)];
+  }
+}
+
+Case random_case(MaskMaker& maker, std::string& text) {
+  Case c;
+  c.batch = 1 + maker.below(2);
+  const auto made = maker.any(c.batch);
+  c.queries = made.queries, c.keys = made.keys;
+  c.kv_heads = 1 + maker.below(2);
+  c.heads = c.kv_heads * (1 + maker.below(2));
+  const int64_t wide = maker.below(20);
+  c.width = wide == 0 ? 128 : wide == 1 ? 64 : 1 + maker.below(40);
+  c.value_width = maker.below(2) ? c.width : 1 + maker.below(40);
+  c.options.mask = made.mask;
+  text = made.text;
+  if (maker.below(4) == 0) c.options.scale = 2 * maker.uniform() - 1;
+  if (maker.below(8) == 0) c.options.scale = 0;
+  if (maker.below(3) == 0) c.options.softcap = 1 + 3 * maker.uniform();
+  if (maker.below(3) == 0) c.options.dropout = 0.6 * maker.uniform();
+  Generator g(static_cast<uint64_t>(maker.below(1000)));
+  const int64_t terms = maker.below(3) == 0 ? 1 + maker.below(2) : 0;
+  for (int64_t i = 0; i < terms; ++i) {
+    if (maker.below(3) == 0) {
+      c.options.bias.push_back(alibi(alibi_slopes(c.heads, f64)));
+      text += " alibi";
+      continue;
+    }
+    const auto or_one = [&](int64_t n) { return maker.below(2) ? n : 1; };
+    const Shape shape{or_one(c.batch), or_one(c.heads), or_one(c.queries), or_one(c.keys)};
+    c.options.bias.push_back(AttentionBias(Variable(randn(shape, 0, 1, f64, g))));
+    std::ostringstream bias;
+    bias << " bias " << shape;
+    text += bias.str();
+  }
+  return c;
+}
+
+TEST(MaskedAttention, FusedEqualsReference) {
+  for (uint64_t seed = 0; seed < 250; ++seed) {
+    MaskMaker maker(1000 + seed);
+    std::string text;
+    const Case c = random_case(maker, text);
+    SCOPED_TRACE(text + " seed " + std::to_string(seed));
+    expect_fused_equals_reference(c, seed);
+    if (::testing::Test::HasFailure()) return;
+  }
+}
+
+TEST(MaskedAttention, RelativeBiasOnGrids) {
+  for (uint64_t seed = 0; seed < 60; ++seed) {
+    MaskMaker maker(5000 + seed);
+    Generator g(seed);
+    const int64_t axes = 1 + maker.below(3);
+    std::vector<int64_t> grid, window;
+    std::vector<bool> wrapped;
+    std::vector<Boundary> boundary;
+    Case c;
+    c.heads = 1 + maker.below(3);
+    Shape table{maker.below(2) ? c.heads : 1};
+    c.queries = 1;
+    for (int64_t a = 0; a < axes; ++a) {
+      grid.push_back(1 + maker.below(axes == 1 ? 100 : 6));
+      window.push_back(1 + maker.below(5));
+      wrapped.push_back(maker.below(2));
+      boundary.push_back(wrapped.back() ? wrap : shift);
+      table.push_back(1 + 2 * maker.below(5));
+      c.queries *= grid.back();
+    }
+    c.keys = c.queries;
+    c.kv_heads = maker.below(2) ? c.heads : 1;
+    c.batch = 1 + maker.below(2);
+    c.width = 1 + maker.below(20), c.value_width = 1 + maker.below(20);
+    c.options.mask =
+        maker.below(3) ? neighborhood({.grid = grid, .window = window, .boundary = boundary}) : full();
+    c.options.bias = {relative_bias(Variable(randn(table, 0, 1, f64, g)), grid, wrapped)};
+    if (maker.below(2))
+      c.options.bias.push_back(AttentionBias(Variable(randn({c.queries, c.keys}, 0, 1, f64, g))));
+    if (maker.below(2)) c.options.softcap = 2;
+    if (maker.below(2)) c.options.dropout = 0.2;
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    expect_fused_equals_reference(c, seed);
+    if (::testing::Test::HasFailure()) return;
+  }
+}
+
+TEST(MaskedAttention, EveryWidth) {
+  for (int64_t width = 1; width <= 41; ++width) {
+    Case c{.heads = 2,
+           .kv_heads = 2,
+           .queries = 60,
+           .keys = 60,
+           .width = width == 41 ? 128 : width,
+           .value_width = width};
+    c.options.mask = neighborhood({.grid = {5, 12}, .window = {3, 5}, .boundary = {wrap, shift}});
+    SCOPED_TRACE(width);
+    expect_fused_equals_reference(c, static_cast<uint64_t>(width));
+  }
+}
+
+TEST(MaskedAttention, GradcheckOfRandomMasks) {
+  int checked = 0;
+  for (uint64_t seed = 0; checked < 25; ++seed) {
+    MaskMaker maker(9000 + seed);
+    std::string text;
+    Case c = random_case(maker, text);
+    if (c.queries > 12 || c.keys > 14) continue;
+    c.width = 1 + c.width % 4, c.value_width = 1 + c.value_width % 3;
+    SCOPED_TRACE(text + " seed " + std::to_string(seed));
+    ++checked;
+    Generator g(seed);
+    std::vector<Tensor> inputs{randn({c.batch, c.heads, c.queries, c.width}, 0, 1, f64, g),
+                               randn({c.batch, c.kv_heads, c.keys, c.width}, 0, 1, f64, g),
+                               randn({c.batch, c.kv_heads, c.keys, c.value_width}, 0, 1, f64, g)};
+    for (const AttentionBias& term : c.options.bias)
+      if (term.kind() == AttentionBias::Kind::dense) inputs.push_back(term.value().value());
+    const auto report = gradcheck(
+        [&](const std::vector<Variable>& x) {
+          AttentionOptions options = c.options;
+          options.backend = Backend::cpu;
+          size_t next = 3;
+          for (AttentionBias& term : options.bias)
+            if (term.kind() == AttentionBias::Kind::dense) term = term.with(x[next++]);
+          const auto [out, lse] = attention(x[0], x[1], x[2], options);
+          return std::vector<Variable>{out, lse};
+        },
+        inputs);
+    EXPECT_TRUE(report) << report;
+  }
+}
+
+// The example of the request for circular windows: SHI-Labs/NATTEN#142.
+TEST(MaskedAttention, TheWindowThatWrapsAtTheCorner) {
+  Tensor ones = Tensor::full({1, 1, 25, 1}, 1), v = Tensor::zeros({1, 1, 25, 1});
+  v.mutable_data<float>()[0] = 1;
+  const auto out = [&](std::vector<Boundary> boundary) {
+    return attention(Variable(ones), Variable(ones), Variable(v),
+                     {.mask = neighborhood({.grid = {5, 5}, .window = {3, 3}, .boundary = boundary})})
+        .out.value()
+        .to_vector<float>();
+  };
+  const auto both = out({wrap, wrap}), one = out({wrap, shift});
+  for (int64_t row = 0; row < 5; ++row)
+    for (int64_t column = 0; column < 5; ++column) {
+      const auto i = static_cast<size_t>(row * 5 + column);
+      const bool near_row = row == 0 || row == 1 || row == 4;
+      EXPECT_FLOAT_EQ(both[i], near_row && (column == 0 || column == 1 || column == 4) ? 1.f / 9 : 0.f);
+      // Shifted columns: the window of column 1, and that of column 0 slid inward, hold column 0.
+      EXPECT_FLOAT_EQ(one[i], near_row && column <= 1 ? 1.f / 9 : 0.f);
+    }
+}
+
+// What users of kernels without wrapping do: pad circularly, attend, crop.
+TEST(MaskedAttention, EqualsPaddingAndCropping) {
+  const int64_t n = 23, w = 5, heads = 2, d = 7;
+  Generator g(4);
+  const auto make = [&] { return randn({1, heads, n, d}, 0, 1, f64, g); };
+  const Tensor q0 = make(), k0 = make(), v0 = make(), d_out = make();
+  std::vector<std::vector<Tensor>> results;
+  for (bool fused : {true, false}) {
+    Tape tape;
+    const Variable q(q0, true), k(k0, true), v(v0, true);
+    Variable out;
+    if (fused) {
+      out = attention(q, k, v, {.mask = neighborhood({.grid = {n}, .window = {w}, .boundary = {wrap}})}).out;
+    } else {
+      const auto pad = [&](const Variable& x) {
+        return cat({slice(x, 2, n - w / 2, n), x, slice(x, 2, 0, w / 2)}, 2);
+      };
+      const Mask band = Mask::from([=](Query a, Key b) { return std::abs(a.token - b.token) <= w / 2; });
+      out = slice(attention(pad(q), pad(k), pad(v), {.mask = band, .backend = Backend::reference}).out, 2,
+                  w / 2, n + w / 2);
+    }
+    tape.backward({out}, {d_out});
+    results.push_back({out.value(), q.grad(), k.grad(), v.grad()});
+  }
+  for (size_t i = 0; i < 4; ++i)
+    EXPECT_LE(distance(results[0][i], results[1][i]), 1e-12 * norm(results[1][i])) << i;
+}
+
+Tensor roll(const Tensor& x, const std::vector<int64_t>& grid, size_t axis, int64_t by) {  // of [1, H, N, D]
+  Tensor result = Tensor::empty(x.shape(), x.dtype());
+  int64_t inner = 1;
+  for (size_t a = axis + 1; a < grid.size(); ++a) inner *= grid[a];
+  for (int64_t token = 0; token < x.size(2); ++token) {
+    const int64_t c = token / inner % grid[axis], to = token + ((c + by) % grid[axis] - c) * inner;
+    result.slice(2, to, to + 1).copy_(x.slice(2, token, token + 1));
+  }
+  return result;
+}
+
+TEST(MaskedAttention, RollingAlongAWrappedAxisRollsEverything) {
+  const std::vector<int64_t> grid{6, 5, 7};
+  const int64_t n = 6 * 5 * 7;
+  Generator g(6);
+  const auto make = [&] { return randn({1, 2, n, 8}, 0, 1, f64, g); };
+  const Tensor q0 = make(), k0 = make(), v0 = make(), d_out0 = make(),
+               table = randn({2, 5, 3, 5}, 0, 1, f64, g);
+  const auto run = [&](const std::function<Tensor(const Tensor&)>& change) {
+    Tape tape;
+    const Variable q(change(q0), true), k(change(k0), true), v(change(v0), true);
+    const auto out =
+        attention(
+            q, k, v,
+            {.mask = neighborhood(
+                 {.grid = grid, .window = {5, 3, 4}, .dilation = {1, 1, 2}, .boundary = {wrap, shift, wrap}}),
+             .bias = {relative_bias(Variable(table), grid, {true, false, true})}})
+            .out;
+    tape.backward({out}, {change(d_out0)});
+    return std::vector<Tensor>{out.value(), q.grad(), k.grad(), v.grad()};
+  };
+  const auto still = run([](const Tensor& x) { return x; });
+  for (size_t axis : {size_t{0}, size_t{2}})
+    for (int64_t by : {int64_t{1}, int64_t{3}}) {
+      const auto rolled = run([&](const Tensor& x) { return roll(x, grid, axis, by); });
+      for (size_t i = 0; i < still.size(); ++i)
+        EXPECT_LE(distance(rolled[i], roll(still[i], grid, axis, by)), 1e-12 * norm(still[i]))
+            << axis << ", " << by << ", " << i;
+    }
+  // And along the other it does not.
+  const auto rolled = run([&](const Tensor& x) { return roll(x, grid, 1, 1); });
+  EXPECT_GT(distance(rolled[0], roll(still[0], grid, 1, 1)), 1e-3 * norm(still[0]));
+}
+
+TEST(MaskedAttention, RowsWhoseBiasForbidsAll) {
+  Case c{.queries = 70, .keys = 90, .width = 8, .value_width = 8};
+  Tensor bias = Tensor::zeros({1, 1, 70, 90}, f64);
+  bias.slice(2, 10, 13).fill_(-std::numeric_limits<double>::infinity());
+  const Variable q(randn({1, 1, 70, 8}, 0, 1, f64), true), k(randn({1, 1, 90, 8}, 0, 1, f64), true),
+      v(randn({1, 1, 90, 8}, 0, 1, f64), true), b(bias, true);
+  Tape tape;
+  const auto [out, lse] = attention(q, k, v, {.bias = {b}, .backend = Backend::cpu});
+  tape.backward({out}, {Tensor::full(out.shape(), 1, f64)});
+  EXPECT_EQ(norm(out.value().slice(2, 10, 13)), 0);
+  EXPECT_EQ(norm(q.grad().slice(2, 10, 13)), 0);
+  for (const Variable& x : {q, k, v, b})
+    for (double value : x.grad().to_vector<double>()) ASSERT_TRUE(std::isfinite(value));
+}
+
+TEST(MaskedAttention, LogitsOfTenThousand) {
+  Case c{.heads = 2, .kv_heads = 2, .queries = 80, .keys = 80, .width = 16, .value_width = 16};
+  c.options.scale = 1e4;
+  c.options.mask = sliding_window(9, 9);
+  expect_fused_equals_reference(c, 1);
+}
+
+TEST(MaskedAttention, SameBitsForAnyThreads) {
+  const int before = num_threads();
+  const std::vector<int64_t> grid{8, 9, 10};
+  const auto run = [&] {
+    Generator g(2);
+    const auto make = [&] { return Variable(randn({1, 2, 720, 16}, 0, 1, f32, g), true); };
+    const Variable q = make(), k = make(), v = make(), table(randn({2, 5, 5, 5}, 0, 1, f32, g), true),
+                   bias(randn({720, 720}, 0, 1, f32, g), true);
+    Tape tape;
+    const auto out = attention(q, k, v,
+                               {.mask = neighborhood({.grid = grid, .window = {5}, .boundary = {wrap}}),
+                                .bias = {relative_bias(table, grid, {true, true, true}), bias}})
+                         .out;
+    tape.backward({out}, {Tensor::full(out.shape(), 1)});
+    std::vector<std::vector<float>> bits{out.value().to_vector<float>()};
+    for (const Variable& x : {q, k, v, table, bias}) bits.push_back(x.grad().to_vector<float>());
+    return bits;
+  };
+  set_num_threads(1);
+  const auto one = run();
+  for (int threads : {2, 5}) {
+    set_num_threads(threads);
+    EXPECT_EQ(one, run()) << threads;
+  }
+  set_num_threads(before);
+}
+
+TEST(Mask, RefusesWhatDoesNotFit) {
+  const auto map = [](const Mask& mask, const MaskShape& shape) {
+    return message_of([&] { mask.rule().map(shape); });
+  };
+  EXPECT_EQ(message_of([] {
+              neighborhood({.grid = {4, 4}, .window = {3, 0}});
+            }),
+            "[neighborhood] axis 1: window and dilation must be at least 1, got 0 and 1");
+  EXPECT_EQ(map(neighborhood({.grid = {4, 5}, .window = {3}}), {21, 21}),
+            "[neighborhood] a grid of 4 x 5 has 20 tokens, got 21 keys");
+  EXPECT_EQ(message_of([] {
+              neighborhood({.grid = {4, 5}, .window = {3, 3}, .boundary = {wrap}, .key_grid = {4, 6}});
+            }),
+            "[neighborhood] axis 1: 5 queries and 6 keys need centers (or the boundary valid), got wrap");
+  EXPECT_EQ(
+      message_of([] { neighborhood({.grid = {4}, .window = {3}, .boundary = {valid}, .key_grid = {5}}); }),
+      "[neighborhood] axis 0: valid with window 3, dilation 1 and 4 queries needs 6 keys, got 5");
+  EXPECT_EQ(
+      message_of([] {
+        neighborhood({.window = {3}, .key_grid = {5}, .centers = Tensor::from<int64_t>({2, 5}, {2, 1})});
+      }),
+      "[neighborhood] axis 0: the center of query 1 must be in [0, 5), got 5");
+  EXPECT_EQ(map(Mask::from([](Query q, Key) { return q.head == 0; }), {3, 3}),
+            "[mask] the predicate reads head without declaring .per_head = true");
+  EXPECT_EQ(map(Mask::from([](Query, Key) { return true; }, {.grid = {2, 2}}), {5, 5}),
+            "[mask] a grid of 2 x 2 has 4 tokens, got 5 queries");
+  EXPECT_EQ(map(document({2, 3}), {6, 6}), "[document] the documents have 5 queries, got 6");
+  EXPECT_EQ(map(padding({2, 3}), {6, 6, 3, 1}), "[padding] expected 3 lengths, one a batch element, got 2");
+  EXPECT_EQ(
+      map(sliding_window(2, 2), {6, 7}),
+      "[sliding_window] 6 queries and 7 keys need an alignment: Align::top_left or Align::bottom_right");
+}
+
+}  // namespace
+}  // namespace torus

@@ -1,0 +1,409 @@
+// What is particular to single ops: errors, special values, accuracy, memory. The op table tests what they
+// share.
+#include "torus/ops/ops.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "torus/autograd/gradcheck.h"
+#include "torus/core/memory.h"
+
+namespace torus {
+namespace {
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
+constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+
+Variable ones(const Shape& shape, DType dtype = f32) { return Tensor::full(shape, 1, dtype); }
+
+// The gradient of sum(f(x)) at x.
+Tensor gradient(const std::function<Variable(const Variable&)>& f, const Tensor& x) {
+  Tape tape;
+  const Variable leaf(x, true);
+  const Variable y = f(leaf);
+  tape.backward(y, {.seed = Tensor::full(y.shape(), 1, y.dtype())});
+  return leaf.grad();
+}
+
+// ------------------------------------------------------------------------------------------------ errors
+
+void expect_error(Error::Kind kind, const std::string& message, const std::function<void()>& f) {
+  try {
+    f();
+    ADD_FAILURE() << "expected: " << message;
+  } catch (const Error& error) {
+    EXPECT_EQ(std::string(error.what()), message);
+    EXPECT_EQ(error.kind(), kind) << message;
+  }
+}
+
+TEST(Ops, ErrorsSayWhatWasExpectedAndWhatCame) {
+  const auto shape = Error::Kind::Shape, dtype = Error::Kind::DType, value = Error::Kind::Value;
+  const Variable x = ones({2, 3}), wide = ones({2, 3}, f64), whole = Tensor::zeros({2, 3}, i64);
+  expect_error(shape, "[add] shapes [2, 3] and [2] do not broadcast: axis -1 has 3 and 2",
+               [&] { x + ones({2}); });
+  expect_error(dtype, "[mul] expected one dtype, got f32 and f64", [&] { x* wide; });
+  expect_error(dtype, "[sub] expected a floating dtype, got i64", [&] { whole - whole; });
+  expect_error(dtype, "[mul] expected a floating dtype, got i64", [&] { whole * 2.0; });
+  expect_error(dtype, "[div] expected a floating dtype, got i64", [&] { 2.0 / whole; });
+  expect_error(dtype, "[gelu] expected a floating dtype, got i64", [&] { gelu(whole); });
+  expect_error(value, "[variable] the variable is undefined", [&] { x + Variable(); });
+  expect_error(dtype, "[masked_fill] mask must be bool, got f32", [&] { masked_fill(x, x.value(), 0); });
+  expect_error(shape, "[masked_fill] mask [4, 2, 3] must broadcast to x [2, 3]", [&] {
+    masked_fill(x, Tensor::zeros({4, 2, 3}, boolean), 0);
+  });
+  expect_error(value, "[dropout] p must be in [0, 1], got 1.5", [&] { dropout(x, 1.5); });
+  expect_error(value, "[dropout] p must be in [0, 1], got nan", [&] { dropout(x, std::nan("")); });
+
+  expect_error(shape, "[matmul] the columns of a must be the rows of b, got [2, 3] and [2, 3]",
+               [&] { matmul(x, x); });
+  expect_error(shape, "[matmul] expected matrices, got [2, 3] and [3]", [&] { matmul(x, ones({3})); });
+  expect_error(dtype, "[matmul] a and b must share a floating dtype, got f32 and f64",
+               [&] { matmul(x, transpose(wide, 0, 1)); });
+  expect_error(shape, "[matmul] shapes [2] and [3] do not broadcast: axis -1 has 2 and 3", [&] {
+    matmul(ones({2, 4, 3}), ones({3, 3, 4}));
+  });
+  expect_error(shape, "[linear] weight must have 3 columns (last dimension of x), got 4", [&] {
+    linear(x, ones({5, 4}));
+  });
+  expect_error(shape, "[linear] bias must be [5] (rows of weight), got [3]", [&] {
+    linear(x, ones({5, 3}), ones({3}));
+  });
+
+  expect_error(shape, "[sum] axis must be in [-2, 2), got 2", [&] { sum(x, {2}); });
+  expect_error(shape, "[mean] axis 1 comes twice", [&] { mean(x, {1, -1}); });
+  expect_error(shape, "[mean] expected at least one element to average, got shape [0, 3]", [&] {
+    mean(ones({0, 3}), {0});
+  });
+  expect_error(shape, "[max] expected at least one element along axis 0, got shape [0, 3]", [&] {
+    max(ones({0, 3}), 0);
+  });
+  expect_error(dtype, "[sum] expected a floating dtype, got i64", [&] { sum(whole); });
+  expect_error(shape, "[softmax] axis must be in [-2, 2), got -3", [&] { softmax(x, -3); });
+
+  expect_error(shape, "[layer_norm] weight must have 3 elements (last dimension of x), got 2",
+               [&] { layer_norm(x, ones({2})); });
+  expect_error(shape, "[rms_norm] weight must have one axis, got shape [2, 3]", [&] { rms_norm(x, x); });
+  expect_error(value, "[embedding] index 2 at position 1 is outside [0, 2)", [&] {
+    embedding(x, Tensor::from<int64_t>({1, 2}));
+  });
+  expect_error(dtype, "[embedding] indices must be i64, got f32", [&] { embedding(x, x.value()); });
+  expect_error(value, "[cross_entropy] target 3 at position 0 is outside [0, 3) and not ignore_index -100",
+               [&] {
+                 cross_entropy(x, Tensor::from<int64_t>({3, 0}));
+               });
+  expect_error(shape, "[cross_entropy] expected logits [..., V] and targets [...], got [2, 3] and [3]",
+               [&] { cross_entropy(x, Tensor::zeros({3}, i64)); });
+
+  expect_error(shape, "[reshape] [2, 3] has 6 elements, [4] has 4", [&] { reshape(x, {4}); });
+  expect_error(shape, "[permute] axis 0 comes twice", [&] { permute(x, {0, 0}); });
+  expect_error(shape, "[slice] [1, 5) is outside axis 1 of [2, 3]", [&] { slice(x, 1, 1, 5); });
+  expect_error(shape, "[expand] [2, 3] does not expand to [4, 3]", [&] { expand(x, {4, 3}); });
+  expect_error(shape, "[cat] expected at least one part, got none", [&] { cat({}, 0); });
+  expect_error(shape, "[cat] parts must agree but for axis 0, got [2, 3] and [2, 4] in part 1", [&] {
+    cat({x, ones({2, 4})}, 0);
+  });
+  expect_error(shape, "[cat] parts must agree but for axis 0, got [2, 3] and [3] in part 1", [&] {
+    cat({x, ones({3})}, 0);
+  });
+  expect_error(dtype, "[cat] expected one dtype, got f32 and f64 in part 1", [&] { cat({x, wide}, 0); });
+  expect_error(shape, "[split] sizes must add up to 3 (axis 1 of [2, 3]), got 4", [&] {
+    split(x, {1, 3}, 1);
+  });
+  expect_error(shape, "[split] sizes must be at least 0, got -1", [&] { split(x, {4, -1}, 1); });
+}
+
+// A write to what an op saved is caught; a write to what it did not save is nobody's business.
+TEST(Ops, WritesToSavedTensorsAreCaught) {
+  const auto touched = [](const std::function<Variable(const Variable&)>& f, bool write_input) {
+    Tape tape;
+    Tensor x = Tensor::full({3}, 0.5);
+    Variable leaf(x, true);
+    const Variable y = f(leaf);
+    Tensor target = write_input ? x : y.value();
+    target.fill_(2);
+    tape.backward(sum(y));
+  };
+  EXPECT_THROW(touched([](auto& x) { return x * x; }, true), Error);
+  EXPECT_THROW(touched([](auto& x) { return log(x); }, true), Error);
+  EXPECT_THROW(touched([](auto& x) { return gelu(x); }, true), Error);
+  EXPECT_THROW(touched([](auto& x) { return exp(x); }, false), Error);
+  EXPECT_THROW(touched([](auto& x) { return relu(x); }, false), Error);
+  EXPECT_THROW(touched([](auto& x) { return softmax(x); }, false), Error);
+  EXPECT_NO_THROW(touched([](auto& x) { return exp(x); }, true));
+  EXPECT_NO_THROW(touched([](auto& x) { return gelu(x); }, false));
+  EXPECT_NO_THROW(touched([](auto& x) { return x + x; }, true));
+  // The other operand wants no gradient.
+  EXPECT_NO_THROW(touched([](auto& x) { return x * ones({3}); }, true));
+  EXPECT_NO_THROW(touched([](auto& x) { return x / ones({3}); }, true));
+  EXPECT_NO_THROW(touched([](auto& x) { return matmul(reshape(x, {1, 3}), ones({3, 1})); }, true));
+  EXPECT_NO_THROW(touched([](auto& x) { return linear(reshape(x, {1, 3}), ones({2, 3})); }, true));
+  EXPECT_NO_THROW(touched([](auto& x) { return x * 2.0; }, true));
+}
+
+// ---------------------------------------------------------------------------------------------- accuracy
+
+// The largest relative error in f32 of f over [low, high].
+double worst_error(const std::function<Variable(const Variable&)>& f, double low, double high,
+                   const std::function<double(double)>& exact) {
+  const int64_t count = 100001;
+  Tensor x = Tensor::empty({count});
+  for (int64_t i = 0; i < count; ++i)
+    x.mutable_data<float>()[i] =
+        static_cast<float>(low + (high - low) * static_cast<double>(i) / static_cast<double>(count - 1));
+  const auto got = f(x).value().to_vector<double>(), at = x.to_vector<double>();
+  double worst = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    const double expected = exact(at[i]);
+    if (got[i] != expected) worst = std::max(worst, std::abs(got[i] - expected) / std::abs(expected));
+  }
+  return worst;
+}
+
+TEST(Ops, FloatFunctionsKeepTheirRelativeAccuracy) {
+  const auto normal = [](double x) { return 0.5 * std::erfc(-x / std::sqrt(2.0)); };
+  const auto slope = [](auto f) {
+    return [f](const Variable& x) { return Variable(gradient(f, x.value())); };
+  };
+  const auto gelu_exact = [](const Variable& x) { return gelu(x); };
+  const auto gelu_tanh = [](const Variable& x) { return gelu(x, Gelu::tanh); };
+  const auto sigmoid = [](double x) { return 1 / (1 + std::exp(-x)); };
+  const auto tanh_argument = [](double x) {
+    return std::sqrt(8 / std::acos(-1.0)) * (x + 0.044715 * x * x * x);
+  };
+  EXPECT_LE(worst_error([](auto& x) { return exp(x); }, -86, 88, [](double x) { return std::exp(x); }), 3e-7);
+  EXPECT_LE(worst_error([](auto& x) { return log(x); }, 0.01, 5, [](double x) { return std::log(x); }), 3e-7);
+  EXPECT_LE(worst_error([](auto& x) { return log(x); }, 0, 1e-38, [](double x) { return std::log(x); }),
+            3e-7);
+  EXPECT_LE(worst_error([](auto& x) { return log(x); }, 1, 3e38, [](double x) { return std::log(x); }), 3e-7);
+  EXPECT_LE(worst_error([](auto& x) { return tanh(x); }, -10, 10, [](double x) { return std::tanh(x); }),
+            3e-7);
+  EXPECT_LE(worst_error([](auto& x) { return silu(x); }, -80, 80, [&](double x) { return x * sigmoid(x); }),
+            5e-7);
+  EXPECT_LE(worst_error(gelu_exact, -8, 8, [&](double x) { return x * normal(x); }), 3e-6);
+  EXPECT_LE(worst_error(gelu_exact, -1, 8, [&](double x) { return x * normal(x); }), 5e-7);
+  EXPECT_LE(worst_error(gelu_tanh, -5, 8, [&](double x) { return x * sigmoid(tanh_argument(x)); }), 5e-6);
+  EXPECT_LE(worst_error(gelu_tanh, -1, 8, [&](double x) { return x * sigmoid(tanh_argument(x)); }), 5e-7);
+  // Slopes, where they are not near zero.
+  EXPECT_LE(worst_error(slope(gelu_exact), 0, 20,
+                        [&](double x) {
+                          return normal(x) + x * std::exp(-x * x / 2) / std::sqrt(2 * std::acos(-1.0));
+                        }),
+            5e-7);
+  EXPECT_LE(worst_error(slope([](auto& x) { return silu(x); }), 0, 100,
+                        [&](double x) { return sigmoid(x) * (1 + x * sigmoid(-x)); }),
+            5e-7);
+  EXPECT_LE(worst_error(slope(gelu_tanh), 0, 100,
+                        [&](double x) {
+                          const double s = sigmoid(tanh_argument(x)), c = sigmoid(-tanh_argument(x));
+                          return s + x * s * c * std::sqrt(8 / std::acos(-1.0)) * (1 + 3 * 0.044715 * x * x);
+                        }),
+            5e-7);
+}
+
+TEST(Ops, SumsAreAccurate) {
+  const Tensor x = rand({1 << 21}), wide = x.to(f64);
+  EXPECT_NEAR(sum(x).item() / sum(wide).item(), 1, 2e-7);
+  EXPECT_NEAR(mean(x).item() / mean(wide).item(), 1, 2e-7);
+  // Down the columns, as gradients of biases are, and across transposed ones.
+  const Tensor table = rand({20000, 65}), turned = rand({65, 20000}).transpose(0, 1);
+  for (const Tensor& tensor : {table, turned}) {
+    const auto got = sum_to(tensor, {65}).to_vector<double>();
+    std::vector<double> expected(65, 0);
+    const auto values = tensor.to_vector<double>();
+    for (size_t i = 0; i < values.size(); ++i) expected[i % 65] += values[i];
+    for (size_t j = 0; j < 65; ++j) EXPECT_NEAR(got[j] / expected[j], 1, 4e-7);
+  }
+  // 16-bit floats sum in float: in themselves they would stop at 2048 and at 256, and overflow.
+  EXPECT_EQ(sum(ones({5000}, f16)).item(), 5000);
+  EXPECT_EQ(sum(ones({40, 512}, bf16), {0}).value().to_vector<double>(), std::vector<double>(512, 40));
+  EXPECT_EQ(mean(Tensor::full({4096}, 60000, f16)).item(), 60000);
+}
+
+TEST(Ops, LayerNormOfALargeMeanKeepsItsDigits) {
+  const Tensor noise = randn({8, 64}, 0, 1, f64);
+  const Tensor x = (Variable(noise) + 1e4).value().to(f32);
+  const Variable w = ones({64});
+  const auto got = layer_norm(x, w).value().to_vector<double>();
+  const auto expected = layer_norm(x.to(f64), ones({64}, f64)).value().to_vector<double>();
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], 1e-4);
+}
+
+// ---------------------------------------------------------------------------------------- special values
+
+TEST(Ops, SpecialValues) {
+  const auto at = [](Variable (*f)(const Variable&), double x) { return f(Tensor::scalar(x)).item(); };
+  EXPECT_EQ(at(exp, 89), infinity);
+  EXPECT_EQ(at(exp, -infinity), 0);
+  EXPECT_GT(at(exp, -100), 0);  // subnormal
+  EXPECT_EQ(at(log, 0), -infinity);
+  EXPECT_EQ(at(log, infinity), infinity);
+  EXPECT_TRUE(std::isnan(at(log, -1)));
+  EXPECT_EQ(at(tanh, infinity), 1);
+  for (auto f : {exp, log, sqrt, tanh, relu, silu}) EXPECT_TRUE(std::isnan(at(f, nan)));
+  for (Gelu form : {Gelu::exact, Gelu::tanh}) {
+    EXPECT_TRUE(std::isnan(gelu(Tensor::scalar(nan), form).item()));
+    for (double far : {-1e30, -200.0, 200.0, 1e30}) {
+      const Tensor x = Tensor::scalar(far);
+      EXPECT_EQ(gelu(x, form).item(), far > 0 ? static_cast<double>(static_cast<float>(far)) : 0);
+      EXPECT_EQ(gradient([&](auto& v) { return gelu(v, form); }, x).item(), far > 0 ? 1 : 0);
+    }
+  }
+  // Dividing by what would overflow if squared.
+  EXPECT_NEAR(gradient([](auto& b) { return 1e30 / b; }, Tensor::scalar(1e25)).item(), -1e-20, 1e-26);
+  // A filled element passes no gradient on, not even NaN.
+  const Tensor odd = Tensor::from<float>({std::nanf(""), 1});
+  EXPECT_EQ(gradient(
+                [](auto& x) {
+                  return masked_fill(x, Tensor::from<bool>({true, false}), 0);
+                },
+                odd)
+                .to_vector<double>(),
+            (std::vector<double>{0, 1}));
+}
+
+TEST(Ops, MaxTakesTheFirst) {
+  const Tensor x = Tensor::from<float>({1, 3, 3, 2, 3, 3}).reshape({2, 3});
+  const auto last = [](const Variable& v) { return max(v, 1); };
+  EXPECT_EQ(last(x).value().to_vector<double>(), (std::vector<double>{3, 3}));
+  EXPECT_EQ(gradient(last, x).to_vector<double>(), (std::vector<double>{0, 1, 0, 0, 1, 0}));
+  EXPECT_EQ(gradient([](auto& v) { return max(v, 0); }, x).to_vector<double>(),
+            (std::vector<double>{0, 1, 1, 1, 0, 0}));
+  EXPECT_TRUE(std::isnan(max(Tensor::from<float>({1, std::nanf(""), 3}), 0).item()));
+  EXPECT_EQ(max(Tensor::from<double>({-infinity, -infinity}), 0).item(), -infinity);
+}
+
+TEST(Ops, KinksAreSkippedByGradcheck) {
+  const auto report =
+      gradcheck([](auto& x) { return std::vector{relu(x[0])}; }, {Tensor::from<double>({-1, 0, 2})});
+  EXPECT_TRUE(report) << report;
+  EXPECT_EQ(report.skipped, 3);  // a step in element 1, seen from each output
+  const auto tie =
+      gradcheck([](auto& x) { return std::vector{max(x[0], 0)}; }, {Tensor::from<double>({1, 2, 2})});
+  EXPECT_TRUE(tie) << tie;
+  EXPECT_EQ(tie.skipped, 2);
+}
+
+TEST(Ops, SoftmaxOfExtremes) {
+  const Tensor x = Tensor::from<float>({1000, 0, -INFINITY});
+  EXPECT_EQ(softmax(x).value().to_vector<double>(), (std::vector<double>{1, 0, 0}));
+  EXPECT_EQ(log_softmax(x).value().to_vector<double>(), (std::vector<double>{0, -1000, -infinity}));
+  EXPECT_EQ(gradient([](auto& v) { return slice(softmax(v), 0, 0, 1); }, x).to_vector<double>(),
+            (std::vector<double>{0, 0, 0}));
+  for (double y : softmax(Tensor::full({4}, -infinity)).value().to_vector<double>())
+    EXPECT_TRUE(std::isnan(y));
+}
+
+TEST(Ops, CrossEntropyOfExtremes) {
+  const Tensor x = Tensor::from<float>({1e4f, -1e4f, 0, 5}).reshape({2, 2});
+  const Tensor targets = Tensor::from<int64_t>({1, 1});
+  const auto loss = [&](const Variable& v) { return cross_entropy(v, targets); };
+  EXPECT_NEAR(loss(x).item(), (2e4 + std::log1p(std::exp(-5.0))) / 2, 1e-3);
+  const auto grad = gradient(loss, x).to_vector<double>();
+  const double p = 1 / (1 + std::exp(5.0));
+  for (size_t i = 0; i < 4; ++i)
+    EXPECT_NEAR(grad[i], (std::vector<double>{0.5, -0.5, p / 2, -p / 2})[i], 1e-7);
+  // No target at all.
+  const Tensor none = Tensor::full({2}, static_cast<double>(ignore_none), i64);
+  EXPECT_EQ(cross_entropy(x, none).item(), 0);
+  EXPECT_EQ(gradient([&](auto& v) { return cross_entropy(v, none); }, x).to_vector<double>(),
+            std::vector<double>(4, 0));
+}
+
+TEST(Ops, EmbeddingAddsUpRepeatedRows) {
+  const Tensor indices = Tensor::from<int64_t>({2, 0, 2, 2});
+  const auto grad = gradient([&](auto& w) { return embedding(w, indices); }, Tensor::zeros({3, 2}));
+  EXPECT_EQ(grad.to_vector<double>(), (std::vector<double>{1, 1, 0, 0, 3, 3}));
+}
+
+// ----------------------------------------------------------------------------------------------- dropout
+
+TEST(Ops, DropoutKeepsTheRightShare) {
+  const int64_t count = 200000;
+  Generator generator(3);
+  for (double p : {0.1, 0.5, 0.9}) {
+    const auto y = dropout(ones({count}, f64), p, generator).value().to_vector<double>();
+    int64_t dropped = 0;
+    for (double v : y) {
+      EXPECT_TRUE(v == 0 || v == 1 / (1 - p)) << v;
+      dropped += v == 0;
+    }
+    const double deviation = std::sqrt(p * (1 - p) * static_cast<double>(count));
+    EXPECT_NEAR(static_cast<double>(dropped), p * static_cast<double>(count), 5 * deviation);
+  }
+}
+
+TEST(Ops, DropoutDrawsFromItsGenerator) {
+  Generator a(5), b(5);
+  const Variable x = ones({1000});
+  const auto first = dropout(x, 0.5, a).value().to_vector<float>();
+  const auto second = dropout(x, 0.5, a).value().to_vector<float>();
+  EXPECT_EQ(dropout(x, 0.5, b).value().to_vector<float>(), first);
+  EXPECT_NE(first, second);
+  // The gradient is dropped where the value was.
+  b = Generator(5);
+  EXPECT_EQ(gradient([&](auto& v) { return dropout(v, 0.5, b); }, x.value()).to_vector<float>(), first);
+  // p = 0 is x, and draws nothing; p = 1 is zero, even of NaN.
+  const auto before = a.state();
+  EXPECT_EQ(dropout(x, 0, a).value().storage(), x.value().storage());
+  EXPECT_EQ(a.state(), before);
+  EXPECT_EQ(dropout(Tensor::full({70}, nan), 1, a).value().to_vector<double>(), std::vector<double>(70, 0));
+}
+
+// --------------------------------------------------------------------------------------- shapes and casts
+
+TEST(Ops, ViewsShareMemory) {
+  const Variable x = ones({2, 3, 4});
+  std::vector<Variable> views = split(x, {1, 2}, 1);
+  views.insert(views.end(), {reshape(x, {6, 4}), transpose(x, 0, 2), permute(x, {1, 2, 0}),
+                             slice(x, 2, 0, 4, 2), expand(x, {5, 2, 3, 4}), cast(x, f32)});
+  for (const Variable& view : views) EXPECT_EQ(view.value().storage(), x.value().storage());
+}
+
+TEST(Ops, SplitFillsInMissingGradients) {
+  const auto second = [](const Variable& x) { return split(x, {1, 2, 1}, 0)[1]; };
+  EXPECT_EQ(gradient(second, Tensor::zeros({4})).to_vector<double>(), (std::vector<double>{0, 1, 1, 0}));
+  EXPECT_EQ(split(ones({0, 3}), {}, 0).size(), 0u);
+}
+
+TEST(Ops, CastCarriesGradientsBetweenFloatsOnly) {
+  Tape tape;
+  const Variable x(Tensor::from<float>({1.75, -2.25}), true);
+  const Variable whole = cast(x, i64);
+  EXPECT_EQ(whole.value().to_vector<int64_t>(), (std::vector<int64_t>{1, -2}));
+  EXPECT_FALSE(whole.requires_grad());
+  EXPECT_FALSE(cast(whole, f64).requires_grad());
+  tape.backward(sum(cast(x, bf16)));
+  EXPECT_EQ(x.grad().dtype(), f32);
+  EXPECT_EQ(x.grad().to_vector<double>(), (std::vector<double>{1, 1}));
+}
+
+// ------------------------------------------------------------------------------------------------ memory
+
+// Bytes held after forward beyond the input, while the tape waits for backward.
+int64_t held_bytes(const std::function<Variable(const Variable&)>& f, const Shape& shape) {
+  Tape tape;
+  const Variable x(rand(shape, 0.5, 1), true);
+  const int64_t before = memory_stats().live_bytes;
+  const Variable y = f(x);
+  return memory_stats().live_bytes - before;
+}
+
+TEST(Ops, SaveOnlyWhatBackwardNeeds) {
+  const Shape shape{64, 256};
+  const int64_t one = 64 * 256 * 4, few = one / 16;
+  EXPECT_EQ(held_bytes([](auto& x) { return relu(x); }, shape), one);
+  EXPECT_EQ(held_bytes([](auto& x) { return gelu(x); }, shape), one);
+  EXPECT_EQ(held_bytes([](auto& x) { return dropout(x, 0.5); }, shape), one);
+  EXPECT_EQ(held_bytes([](auto& x) { return x * x; }, shape), one);
+  EXPECT_EQ(held_bytes([](auto& x) { return softmax(x); }, shape), one);
+  EXPECT_EQ(held_bytes([](auto& x) { return transpose(x, 0, 1); }, shape), 0);
+  EXPECT_LE(held_bytes([](auto& x) { return layer_norm(x, ones({256})); }, shape), one + few);
+  EXPECT_LE(held_bytes([](auto& x) { return cross_entropy(x, Tensor::zeros({64}, i64)); }, shape), few);
+}
+
+}  // namespace
+}  // namespace torus

@@ -1,0 +1,206 @@
+// Random shapes and strides against plain loops.
+#include <gtest/gtest.h>
+#include <rapidcheck/gtest.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "ops/op_table.h"
+
+namespace torus::testing {
+namespace {
+
+int64_t between(int64_t low, int64_t high) { return *rc::gen::inRange<int64_t>(low, high + 1); }
+bool coin() { return between(0, 1) == 1; }
+
+Shape random_shape(int64_t min_axes, int64_t max_axes) {
+  Shape shape;
+  for (int64_t axes = between(min_axes, max_axes); axes > 0; --axes) shape.push_back(between(0, 5));
+  return shape;
+}
+
+// A shape that broadcasts to `shape`.
+Shape shrunk(const Shape& shape) {
+  Shape result = shape.slice(static_cast<int>(between(0, shape.dim())), shape.dim());
+  for (int axis = 0; axis < result.dim(); ++axis)
+    if (between(0, 3) == 0) result[axis] = 1;
+  return result;
+}
+
+// Random values in memory of any axis order, with gaps (NaN), repeated slices and an offset.
+Tensor random_tensor(const Shape& shape, DType dtype = f64) {
+  Generator generator(static_cast<uint64_t>(between(0, 1 << 30)));
+  std::vector<int> order(static_cast<size_t>(shape.dim())), inverse(order.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
+  for (size_t i = order.size(); i > 1; --i)
+    std::swap(order[i - 1], order[static_cast<size_t>(between(0, static_cast<int64_t>(i) - 1))]);
+  Shape memory;
+  std::vector<int64_t> first, step;
+  std::vector<bool> repeated;
+  for (size_t i = 0; i < order.size(); ++i) {
+    const int64_t size = shape[order[i]];
+    inverse[static_cast<size_t>(order[i])] = static_cast<int>(i);
+    repeated.push_back(size > 0 && between(0, 5) == 0);
+    first.push_back(coin() ? between(0, 2) : 0);
+    step.push_back(coin() ? between(1, 3) : 1);
+    memory.push_back(first.back() + step.back() * (repeated.back() ? 1 : size) + between(0, 1));
+  }
+  Tensor view = Tensor::full(memory, std::numeric_limits<double>::quiet_NaN(), dtype);
+  for (int axis = 0; axis < memory.dim(); ++axis) {
+    const auto i = static_cast<size_t>(axis);
+    const int64_t size = repeated[i] ? 1 : shape[order[i]];
+    view = view.slice(axis, first[i], first[i] + step[i] * size, step[i]);
+  }
+  view = view.permute(inverse);
+  view.copy_(randn(view.shape(), 0, 1, f64, generator));
+  return view.expand(shape);
+}
+
+bool near(const Tensor& got, const Array& expected, double tolerance) {
+  if (got.shape() != expected.shape) return false;
+  const auto values = got.to_vector<double>();
+  for (size_t i = 0; i < values.size(); ++i)
+    if (!(std::abs(values[i] - expected.values[i]) <= tolerance * (1 + std::abs(expected.values[i]))))
+      return false;
+  return true;
+}
+
+// Adds `from` into the places that broadcast to it.
+void add_broadcast(Array& into, const Shape& shape, const std::function<double(const Index&)>& from) {
+  for_each_index(shape, [&](const Index& i) { into.at(i) += from(i); });
+}
+
+RC_GTEST_PROP(Properties, ProductsBroadcast, ()) {
+  const Shape shape = random_shape(0, 4);
+  const bool whole_left = coin();
+  const Tensor a = random_tensor(whole_left ? shape : shrunk(shape));
+  const Tensor b = random_tensor(whole_left ? shrunk(shape) : shape), g = random_tensor(shape);
+  Tape tape;
+  const Variable x(a, true), y(b, true), z = x * y;
+  tape.backward(z, {.seed = g});
+  const Array left(a), right(b), grad(g);
+  Array expected(shape), dx(a.shape()), dy(b.shape());
+  add_broadcast(expected, shape, [&](const Index& i) { return left.at(i) * right.at(i); });
+  add_broadcast(dx, shape, [&](const Index& i) { return grad.at(i) * right.at(i); });
+  add_broadcast(dy, shape, [&](const Index& i) { return grad.at(i) * left.at(i); });
+  RC_ASSERT(near(z.value(), expected, 1e-14));
+  RC_ASSERT(near(x.grad(), dx, 1e-12));
+  RC_ASSERT(near(y.grad(), dy, 1e-12));
+}
+
+RC_GTEST_PROP(Properties, QuotientsBroadcast, ()) {
+  const Shape shape = random_shape(0, 4);
+  const Tensor a = random_tensor(shrunk(shape)), b = random_tensor(shape);
+  const Tensor d = (exp(Variable(b))).value(), g = random_tensor(shape);
+  Tape tape;
+  const Variable x(a, true), y(d, true), z = x / y;
+  tape.backward(z, {.seed = g});
+  const Array left(a), right(d), grad(g);
+  Array expected(shape), dx(a.shape()), dy(shape);
+  add_broadcast(expected, shape, [&](const Index& i) { return left.at(i) / right.at(i); });
+  add_broadcast(dx, shape, [&](const Index& i) { return grad.at(i) / right.at(i); });
+  add_broadcast(dy, shape,
+                [&](const Index& i) { return -grad.at(i) * left.at(i) / (right.at(i) * right.at(i)); });
+  RC_ASSERT(near(z.value(), expected, 1e-14));
+  RC_ASSERT(near(x.grad(), dx, 1e-12));
+  RC_ASSERT(near(y.grad(), dy, 1e-12));
+}
+
+RC_GTEST_PROP(Properties, FunctionsOfOneElement, ()) {
+  const Shape shape = random_shape(0, 5);
+  const Tensor a = random_tensor(shape, f32), g = random_tensor(shape, f32);
+  Tape tape;
+  const Variable x(a, true), y = silu(x);
+  tape.backward(y, {.seed = g});
+  const Array at(a), grad(g);
+  Array expected(shape), dx(shape);
+  for (size_t i = 0; i < at.values.size(); ++i) {
+    const double v = at.values[i], s = 1 / (1 + std::exp(-v));
+    expected.values[i] = v * s;
+    dx.values[i] = grad.values[i] * s * (1 + v * (1 - s));
+  }
+  RC_ASSERT(near(y.value(), expected, 1e-6));
+  RC_ASSERT(near(x.grad(), dx, 1e-6));
+}
+
+RC_GTEST_PROP(Properties, Reductions, ()) {
+  const Shape shape = random_shape(1, 5);
+  const Tensor a = random_tensor(shape);
+  const bool keep = coin();
+  std::vector<int> axes;
+  Shape kept = shape, wanted;
+  for (int axis = 0; axis < shape.dim(); ++axis) {
+    const bool gone = coin();
+    if (gone) axes.push_back(coin() ? axis : axis - shape.dim()), kept[axis] = 1;
+    if (!gone || keep) wanted.push_back(kept[axis]);
+  }
+  if (axes.empty()) {  // means all
+    wanted = {};
+    for (int axis = 0; axis < shape.dim(); ++axis) {
+      kept[axis] = 1;
+      if (keep) wanted.push_back(1);
+    }
+  }
+  Array total(kept);
+  const Array at(a);
+  add_broadcast(total, shape, [&](const Index& i) { return at.at(i); });
+  total.shape = wanted;
+  const Tensor g = random_tensor(wanted);
+  Tape tape;
+  const Variable x(a, true), y = sum(x, axes, keep);
+  RC_ASSERT(near(y.value(), total, 1e-13));
+  tape.backward(y, {.seed = g});
+  Array grad(g), dx(shape);
+  grad.shape = kept;
+  add_broadcast(dx, shape, [&](const Index& i) { return grad.at(i); });
+  RC_ASSERT(near(x.grad(), dx, 1e-13));
+  if (shape.numel() == 0) return;
+  const double count = static_cast<double>(shape.numel() / kept.numel());
+  for (double& v : total.values) v /= count;
+  RC_ASSERT(near(mean(Variable(a), axes, keep).value(), total, 1e-13));
+}
+
+RC_GTEST_PROP(Properties, LargeSums, ()) {
+  // Sizes around those of blocks and strips, in any order of axes.
+  const Shape shape{between(1, 3), between(100, 300), between(1, 40)};
+  const Tensor a = random_tensor(shape, f32);
+  Shape kept = shape;
+  for (int axis = 0; axis < 3; ++axis)
+    if (coin()) kept[axis] = 1;
+  Array expected(kept);
+  const Array at(a);
+  add_broadcast(expected, shape, [&](const Index& i) { return at.at(i); });
+  RC_ASSERT(near(sum_to(a, kept), expected, 2e-5));
+}
+
+RC_GTEST_PROP(Properties, Matmul, ()) {
+  const Shape batch = random_shape(0, 2);
+  const int64_t m = between(0, 9), k = between(0, 9), n = between(0, 9);
+  const bool whole_left = coin();
+  Shape of_a = whole_left ? batch : shrunk(batch), of_b = whole_left ? shrunk(batch) : batch, shape = batch;
+  for (int64_t size : {m, k}) of_a.push_back(size);
+  for (int64_t size : {k, n}) of_b.push_back(size);
+  for (int64_t size : {m, n}) shape.push_back(size);
+  const Tensor a = random_tensor(of_a), b = random_tensor(of_b), g = random_tensor(shape);
+  Tape tape;
+  const Variable x(a, true), y(b, true), z = matmul(x, y);
+  tape.backward(z, {.seed = g});
+  const Array left(a), right(b), grad(g);
+  Array expected(shape), dx(of_a), dy(of_b);
+  for_each_index(shape, [&](const Index& i) {
+    Index row = i, column = i;
+    for (int64_t depth = 0; depth < k; ++depth) {
+      row.back() = depth;
+      column[column.size() - 2] = depth;
+      expected.at(i) += left.at(row) * right.at(column);
+      dx.at(row) += grad.at(i) * right.at(column);
+      dy.at(column) += grad.at(i) * left.at(row);
+    }
+  });
+  RC_ASSERT(near(z.value(), expected, 1e-12));
+  RC_ASSERT(near(x.grad(), dx, 1e-12));
+  RC_ASSERT(near(y.grad(), dy, 1e-12));
+}
+
+}  // namespace
+}  // namespace torus::testing
