@@ -1,0 +1,180 @@
+#include "torus/layers/checkpoint.h"
+
+#include "torus/core/hdf5.h"
+
+namespace torus {
+
+namespace {
+
+const std::string format_name = "torus checkpoint";
+constexpr int64_t format_version = 1;
+
+// Writing and reading name the same members in the same places: `visit` is given each in turn.
+template <class Config, class F>
+void visit_config(Config& config, F&& visit) {
+  visit("vocab_size", config.vocab_size);
+  visit("context", config.context);
+  visit("layers", config.layers);
+  visit("heads", config.heads);
+  visit("width", config.width);
+  visit("dropout", config.dropout);
+  visit("tied_head", config.tied_head);
+  visit("bias", config.bias);
+}
+
+template <class State, class F>
+void visit_state(State& state, F&& visit) {
+  visit("step", state.step);
+  visit("loader_position", state.loader_position);
+  visit("generator_seed", state.generator.seed);
+  visit("generator_position", state.generator.position);
+}
+
+// Attributes are i64, double or string.
+auto writer(Hdf5File& file, const std::string& group) {
+  file.create_group(group);
+  return [&file, group](const char* name, const auto& value) {
+    if constexpr (std::is_same_v<decltype(value), const double&>)
+      file.set_attribute(group, name, value);
+    else
+      file.set_attribute(group, name, static_cast<int64_t>(value));
+  };
+}
+
+auto reader(const Hdf5File& file, const std::string& group) {
+  return [&file, group](const char* name, auto& value) {
+    using T = std::remove_reference_t<decltype(value)>;
+    if constexpr (std::is_same_v<T, double>)
+      value = file.attribute<double>(group, name);
+    else
+      value = static_cast<T>(file.attribute<int64_t>(group, name));
+  };
+}
+
+DType dtype_named(const std::string& wanted, const std::string& path) {
+  for (DType dtype : {f64, f32, f16, bf16})
+    if (wanted == name(dtype)) return dtype;
+  fail(Error::Kind::File, "[checkpoint] ", path, ": no floating dtype is called \"", wanted, "\"");
+}
+
+void check_tensor(const std::string& what, const Tensor& tensor, const Variable& parameter) {
+  check(tensor.shape() == parameter.shape() && tensor.dtype() == parameter.dtype(), Error::Kind::Value,
+        "[checkpoint] expected ", what, " as in the model, ", parameter.dtype(), " ", parameter.shape(),
+        ", got ", tensor.dtype(), " ", tensor.shape());
+}
+
+// One entry for each parameter and no other.
+template <class Entry>
+void check_names(const std::string& what, const std::map<std::string, Entry>& entries,
+                 const std::vector<NamedParameter>& parameters) {
+  for (const auto& [name, parameter] : parameters)
+    check(entries.contains(name), Error::Kind::Value, "[checkpoint] expected ", what, " of ", name,
+          ", got none");
+  check(entries.size() == parameters.size(), Error::Kind::Value, "[checkpoint] expected ", what, " of ",
+        parameters.size(), " parameters, got ", entries.size());
+}
+
+void check_model(const Checkpoint& checkpoint, const GPT& model) {
+  check(checkpoint.model == model.config(), Error::Kind::Value,
+        "[checkpoint] the model's configuration is not that of the checkpoint");
+  const auto parameters = model.named_parameters();
+  check_names("the weights", checkpoint.weights, parameters);
+  for (const auto& [name, parameter] : parameters) check_tensor(name, checkpoint.weights.at(name), parameter);
+}
+
+}  // namespace
+
+Checkpoint make_checkpoint(const GPT& model, const AdamW& optimizer) {
+  Checkpoint result;
+  result.model = model.config();
+  result.generator = default_generator().state();
+  for (const auto& [name, parameter] : model.named_parameters()) result.weights[name] = parameter.value();
+  for (size_t i = 0; i < optimizer.states().size(); ++i)
+    result.optimizer[optimizer.parameters()[i].name] = optimizer.states()[i];
+  return result;
+}
+
+void save_checkpoint(const std::string& path, const Checkpoint& checkpoint) {
+  write_atomically(path, [&](const std::string& temporary) {
+    Hdf5File file = Hdf5File::create(temporary);
+    file.set_attribute("/", "format", format_name);
+    file.set_attribute("/", "version", format_version);
+    visit_config(checkpoint.model, writer(file, "model"));
+    file.set_attribute("model", "dtype", std::string(name(checkpoint.model.dtype)));
+    visit_state(checkpoint, writer(file, "state"));
+    file.create_group("settings");
+    std::vector<std::string> names, values;
+    for (const auto& [name, value] : checkpoint.settings) {
+      names.push_back(name);
+      values.push_back(value);
+    }
+    file.set_attribute("settings", "names", names);
+    file.set_attribute("settings", "values", values);
+    file.write("vocabulary",
+               Tensor::from(checkpoint.vocabulary, {static_cast<int64_t>(checkpoint.vocabulary.size())}));
+    for (const auto& [name, value] : checkpoint.weights) file.write("weights/" + name, value);
+    for (const auto& [name, state] : checkpoint.optimizer) {
+      file.write("optimizer/" + name + "/first", state.first);
+      file.write("optimizer/" + name + "/second", state.second);
+      file.set_attribute("optimizer/" + name, "steps", state.steps);
+    }
+    file.close();
+  });
+}
+
+Checkpoint load_checkpoint(const std::string& path) {
+  const Hdf5File file = Hdf5File::open(path);
+  check(file.has_attribute("/", "format") && file.has_attribute("/", "version") &&
+            file.attribute<std::string>("/", "format") == format_name,
+        Error::Kind::File, "[checkpoint] ", path, " is an HDF5 file, but not a checkpoint of Torus");
+  const auto version = file.attribute<int64_t>("/", "version");
+  check(version <= format_version, Error::Kind::File, "[checkpoint] ", path, " has format version ", version,
+        "; this program reads up to ", format_version);
+
+  Checkpoint result;
+  visit_config(result.model, reader(file, "model"));
+  result.model.dtype = dtype_named(file.attribute<std::string>("model", "dtype"), path);
+  visit_state(result, reader(file, "state"));
+  const auto names = file.attribute<std::vector<std::string>>("settings", "names");
+  const auto values = file.attribute<std::vector<std::string>>("settings", "values");
+  check(names.size() == values.size(), Error::Kind::File, "[checkpoint] ", path, " has ", names.size(),
+        " names of settings, but ", values.size(), " values");
+  for (size_t i = 0; i < names.size(); ++i) result.settings[names[i]] = values[i];
+  result.vocabulary = file.read("vocabulary").to_vector<int64_t>();
+  for (const auto& entry : file.list("weights"))
+    result.weights[entry.name] = file.read("weights/" + entry.name);
+  for (const auto& entry : file.list("optimizer")) {
+    const std::string group = "optimizer/" + entry.name;
+    result.optimizer[entry.name] = {file.read(group + "/first"), file.read(group + "/second"),
+                                    file.attribute<int64_t>(group, "steps")};
+  }
+  return result;
+}
+
+void restore(const Checkpoint& checkpoint, GPT& model) {
+  check_model(checkpoint, model);
+  for (auto& [name, parameter] : model.named_parameters())
+    parameter.mutable_value().copy_(checkpoint.weights.at(name));
+}
+
+void restore(const Checkpoint& checkpoint, GPT& model, AdamW& optimizer) {
+  check_names("the optimizer's state", checkpoint.optimizer, optimizer.parameters());
+  for (const auto& [name, parameter] : optimizer.parameters()) {
+    const AdamW::State& state = checkpoint.optimizer.at(name);
+    check_tensor("the first moment of " + name, state.first, parameter);
+    check_tensor("the second moment of " + name, state.second, parameter);
+    check(state.steps >= 0, Error::Kind::Value, "[checkpoint] expected steps of at least 0 for ", name,
+          ", got ", state.steps);
+  }
+  restore(checkpoint, model);
+  for (size_t i = 0; i < optimizer.states().size(); ++i) {
+    const AdamW::State& from = checkpoint.optimizer.at(optimizer.parameters()[i].name);
+    AdamW::State& to = optimizer.states()[i];
+    to.first.copy_(from.first);
+    to.second.copy_(from.second);
+    to.steps = from.steps;
+  }
+  default_generator().set_state(checkpoint.generator);
+}
+
+}  // namespace torus

@@ -1,0 +1,45 @@
+// Checkpoints: all that training continues from, in one HDF5 file.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "torus/core/random.h"
+#include "torus/layers/gpt.h"
+#include "torus/layers/optim.h"
+
+namespace torus {
+
+/// What a checkpoint holds. Weights and optimizer states are by parameter name; their tensors are handles, so
+/// making a checkpoint copies nothing.
+struct Checkpoint {
+  GPTConfig model;
+  std::vector<int64_t> vocabulary;              // code points of token 0, 1, ...; empty for bytes
+  std::map<std::string, std::string> settings;  // what else a run that goes on must share with this one
+  int64_t step = 0;                             // steps taken
+  int64_t loader_position = 0;                  // index of the next batch
+  Generator::State generator;                   // of the dropout
+  std::map<std::string, Tensor> weights;
+  std::map<std::string, AdamW::State> optimizer;
+};
+
+/// A checkpoint of this model and optimizer, and of the default generator; the other members are the
+/// caller's.
+Checkpoint make_checkpoint(const GPT& model, const AdamW& optimizer);
+
+/// Replaces the file at `path` as a whole: if anything fails, as on a full disk, what was there stays and the
+/// error is thrown.
+void save_checkpoint(const std::string& path, const Checkpoint& checkpoint);
+
+/// Throws Error{File}, in one line that names the file, where it is missing, damaged, no checkpoint, or of a
+/// newer format.
+Checkpoint load_checkpoint(const std::string& path);
+
+/// Sets the weights, the optimizer's state and the default generator to those of the checkpoint. Throws
+/// Error{Value}, before it changes anything, where the checkpoint is of another model. The second form leaves
+/// optimizer and generator: what a program needs that only evaluates.
+void restore(const Checkpoint& checkpoint, GPT& model, AdamW& optimizer);
+void restore(const Checkpoint& checkpoint, GPT& model);
+
+}  // namespace torus

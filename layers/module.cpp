@@ -1,0 +1,63 @@
+#include "torus/layers/module.h"
+
+#include <algorithm>
+
+namespace torus {
+
+void Module::add_member(Member member) {
+  check(std::none_of(members_.begin(), members_.end(),
+                     [&](const Member& other) { return other.name == member.name; }),
+        Error::Kind::Value, "[module] \"", member.name, "\" was added twice");
+  members_.push_back(std::move(member));
+}
+
+void Module::add(const std::string& name, Parameter& parameter) { add_member({name, &parameter}); }
+
+void Module::add(const std::string& name, Module& child) { add_member({name, &child}); }
+
+void Module::collect(const std::string& prefix, std::vector<NamedParameter>& into) const {
+  for (const auto& [name, what] : members_) {
+    if (const auto* child = std::get_if<Module*>(&what))
+      (*child)->collect(prefix + name + ".", into);
+    else if (const Parameter& parameter = *std::get<Parameter*>(what); parameter.defined())
+      into.push_back({prefix + name, parameter});
+  }
+}
+
+std::vector<NamedParameter> Module::named_parameters() const {
+  std::vector<NamedParameter> all, result;
+  collect("", all);
+  for (NamedParameter& entry : all) {
+    // Handles of one parameter refer to one value.
+    const Tensor* value = &entry.parameter.value();
+    const bool seen = std::any_of(result.begin(), result.end(), [=](const NamedParameter& other) {
+      return &other.parameter.value() == value;
+    });
+    if (!seen) result.push_back(std::move(entry));
+  }
+  return result;
+}
+
+std::vector<Parameter> Module::parameters() const {
+  std::vector<Parameter> result;
+  for (NamedParameter& entry : named_parameters()) result.push_back(std::move(entry.parameter));
+  return result;
+}
+
+int64_t Module::parameter_count() const {
+  int64_t count = 0;
+  for (const Parameter& parameter : parameters()) count += parameter.numel();
+  return count;
+}
+
+void Module::zero_grad() {
+  for (Parameter& parameter : parameters()) parameter.zero_grad();
+}
+
+void Module::train(bool on) {
+  training_ = on;
+  for (const auto& [name, what] : members_)
+    if (const auto* child = std::get_if<Module*>(&what)) (*child)->train(on);
+}
+
+}  // namespace torus

@@ -1,0 +1,61 @@
+// Module: named parameters and child modules, in a fixed order.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "torus/autograd/variable.h"
+
+namespace torus {
+
+struct NamedParameter {
+  std::string name;  // "blocks.0.attention.qkv.weight"
+  Parameter parameter;
+};
+
+/// What has parameters and computes `y = module(x)`. A module holds its Parameters and child modules as
+/// members and names each with `add` in its constructor. It stays where it was made: it is neither copied nor
+/// moved, so that what was named cannot dangle. (Return one from a function by value; keep many in a
+/// std::deque.)
+class Module {
+ public:
+  Module(const Module&) = delete;
+  Module& operator=(const Module&) = delete;
+  virtual ~Module() = default;
+
+  /// Its parameters and those of its children, in the order in which they were added. A parameter that is
+  /// shared (tied) comes once, under its first name.
+  std::vector<NamedParameter> named_parameters() const;
+  std::vector<Parameter> parameters() const;
+  /// Elements of all parameters.
+  int64_t parameter_count() const;
+  /// Drops all gradients.
+  void zero_grad();
+
+  /// Sets whether this module and its children are being trained, at first true: only then does dropout drop.
+  void train(bool on = true);
+  bool training() const { return training_; }
+
+ protected:
+  Module() = default;
+  /// Names a member. An undefined parameter (an optional bias) is left out of the lists. Throws Error{Value}
+  /// on a name that was used before.
+  void add(const std::string& name, Parameter& parameter);
+  void add(const std::string& name, Module& child);
+
+ private:
+  void collect(const std::string& prefix, std::vector<NamedParameter>& into) const;
+
+  struct Member {
+    std::string name;
+    std::variant<Parameter*, Module*> what;
+  };
+  void add_member(Member member);
+
+  std::vector<Member> members_;
+  bool training_ = true;
+};
+
+}  // namespace torus

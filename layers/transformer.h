@@ -1,0 +1,62 @@
+// Attention with its projections, and the block that transformers stack. Letters: B batch, N and M tokens, C
+// channels.
+#pragma once
+
+#include "torus/layers/layers.h"
+#include "torus/ops/attention/mask.h"
+
+namespace torus {
+
+struct MultiHeadAttentionOptions {
+  int64_t kv_heads = 0;  // key heads, each shared by heads / kv_heads query heads; 0: as many as query heads
+  double dropout = 0;    // of the attention weights, and of the output
+  bool bias = true;
+  DType dtype = f32;
+};
+
+/// Attention of `heads` heads of C / heads channels between two projections (Vaswani et al., 2017): `qkv`,
+/// whose rows are the queries', the keys' and the values', and `out`.
+class MultiHeadAttention : public Module {
+ public:
+  MultiHeadAttention(int64_t channels, int64_t heads, const MultiHeadAttentionOptions& options = {},
+                     Generator& generator = default_generator());
+  /// Self-attention: x [B, N, C] gives [B, N, C].
+  Variable operator()(const Variable& x, const Mask& mask = full()) const;
+  /// Cross-attention: x [B, N, C] reads context [B, M, C]; the mask is of N queries and M keys.
+  Variable operator()(const Variable& x, const Variable& context, const Mask& mask = full()) const;
+
+  Linear qkv, out;
+
+ private:
+  /// q [B, N, C], k and v [B, M, kv_heads * C / heads], each a view of a projection.
+  Variable attend(const Variable& q, const Variable& k, const Variable& v, const Mask& mask) const;
+
+  int64_t channels_, kv_channels_, head_channels_;
+  double weight_dropout_;
+  Dropout dropout_;
+};
+
+struct TransformerBlockOptions {
+  int64_t kv_heads = 0;  // as in MultiHeadAttention
+  int64_t hidden = 0;    // channels inside the MLP; 0: 4 C
+  double dropout = 0;    // of the attention weights and of what joins the residual stream
+  bool bias = true;      // of the projections and norms
+  DType dtype = f32;
+};
+
+/// x + attention(norm1(x)), then x + mlp(norm2(x)): norms before, so that the residual stream is never
+/// normalised (Xiong et al., 2020).
+class TransformerBlock : public Module {
+ public:
+  TransformerBlock(int64_t channels, int64_t heads, const TransformerBlockOptions& options = {},
+                   Generator& generator = default_generator());
+  /// x [B, N, C] gives [B, N, C].
+  Variable operator()(const Variable& x, const Mask& mask = full()) const;
+
+  LayerNorm norm1;
+  MultiHeadAttention attention;
+  LayerNorm norm2;
+  MLP mlp;
+};
+
+}  // namespace torus
