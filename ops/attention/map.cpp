@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "torus/core/parallel.h"
+#include "torus/ops/attention/mask.h"
 
 namespace torus::detail {
 
@@ -244,3 +245,42 @@ std::shared_ptr<const MaskMap> MaskRule::map(MaskShape shape) const {
 }
 
 }  // namespace torus::detail
+
+namespace torus {
+
+MaskCosts mask_costs(const Mask& mask, int64_t queries, int64_t keys, int64_t batch, int64_t head) {
+  const auto map = mask.rule().map({queries, keys, batch + 1, head + 1, batch, head});
+  MaskCosts costs;
+  costs.needed = map->needed, costs.visited = map->visited, costs.bytes = map->bytes();
+  costs.atoms = static_cast<int64_t>(map->atoms.size());
+  std::vector<int64_t> seen(static_cast<size_t>(queries), 0);
+  const detail::SideMap& side = map->query;
+  for (int64_t tile = 0; tile < side.tiles; ++tile) {
+    std::array<int64_t, detail::tile_size> space;
+    const auto owners = side.owners(tile, queries, space);
+    for (const detail::Visit& visit : side.of_tile(tile)) {
+      using Kind = detail::Visit::Kind;
+      (visit.kind == Kind::interval ? costs.intervals
+       : visit.kind == Kind::run    ? costs.runs
+                                    : costs.gathers) += 1;
+      for (int64_t j = 0; j < (visit.kind == Kind::interval ? 1 : visit.count); ++j) {
+        const int32_t id = visit.kind == Kind::interval
+                               ? -1
+                               : side.atom_ids[static_cast<size_t>(visit.atoms + j / detail::tile_size)];
+        const uint64_t word =
+            id < 0 ? ~uint64_t{0}
+                   : map->atoms[static_cast<size_t>(id)][static_cast<size_t>(j % detail::tile_size)];
+        for (size_t i = 0; i < owners.size(); ++i)
+          if (word >> i & 1)
+            seen[static_cast<size_t>(owners[i])] += visit.kind == Kind::interval ? visit.count : 1;
+      }
+    }
+  }
+  if (queries > 0) {
+    const auto [fewest, most] = std::minmax_element(seen.begin(), seen.end());
+    costs.fewest_keys = *fewest, costs.most_keys = *most;
+  }
+  return costs;
+}
+
+}  // namespace torus

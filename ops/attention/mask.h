@@ -98,6 +98,16 @@ struct NeighborhoodOptions {
 /// axis.
 Mask neighborhood(const NeighborhoodOptions& options);
 
+/// What attention does under a mask.
+struct MaskCosts {
+  int64_t fewest_keys = 0, most_keys = 0;  // of a query
+  int64_t needed = 0, visited = 0;  // scores: allowed pairs, and pairs in the tiles that forward visits
+  int64_t intervals = 0, runs = 0, gathers = 0;  // visits of forward, by kind
+  int64_t atoms = 0;                             // distinct 64 x 64 patterns of bits
+  int64_t bytes = 0;                             // of the map, both passes
+};
+MaskCosts mask_costs(const Mask& mask, int64_t queries, int64_t keys, int64_t batch = 0, int64_t head = 0);
+
 namespace detail {
 
 template <class Predicate>

@@ -1,0 +1,139 @@
+// What a mask allows, what it costs and whether its gradients are right: for `mask` and `new_mask`.
+#pragma once
+
+#include <torus/torus.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "png.h"
+
+struct MaskSize {
+  int64_t queries, keys;
+  std::vector<int64_t> grid = {};  // of the keys, to draw windows on; empty: none
+};
+
+/// One character a pair: rows are queries, columns keys. With a grid of two axes, also the windows of three
+/// queries.
+inline void show_mask(const torus::Mask& mask, const MaskSize& size) {
+  if (size.queries > 100 || size.keys > 160) {
+    std::printf("%lld x %lld is too large to draw here; --png FILE draws any\n",
+                static_cast<long long>(size.queries), static_cast<long long>(size.keys));
+    return;
+  }
+  for (int64_t q = 0; q < size.queries; ++q) {
+    std::string row;
+    for (int64_t k = 0; k < size.keys; ++k) row += mask.allows(q, k, size.queries, size.keys) ? '#' : '.';
+    std::printf("%4lld  %s\n", static_cast<long long>(q), row.c_str());
+  }
+  if (size.grid.size() != 2 || size.queries != size.keys) return;
+  const int64_t rows = size.grid[0], columns = size.grid[1];
+  for (int64_t q : {int64_t{0}, rows / 2 * columns + columns / 2, rows * columns - 1}) {
+    std::printf("\nquery (%lld, %lld)\n", static_cast<long long>(q / columns),
+                static_cast<long long>(q % columns));
+    for (int64_t r = 0; r < rows; ++r) {
+      std::string row = "      ";
+      for (int64_t c = 0; c < columns; ++c)
+        row += r * columns + c == q                                       ? '@'
+               : mask.allows(q, r * columns + c, size.queries, size.keys) ? '#'
+                                                                          : '.';
+      std::printf("%s\n", row.c_str());
+    }
+  }
+}
+
+/// One pixel a pair, or one a block of pairs, grey by how many of them are allowed, where there are more than
+/// 2048.
+inline void draw_mask(const torus::Mask& mask, const MaskSize& size, const std::string& path) {
+  const int64_t step = std::max<int64_t>(1, (std::max(size.queries, size.keys) + 2047) / 2048);
+  const int64_t zoom = std::max<int64_t>(1, 512 / std::max(size.queries, size.keys));
+  const int64_t height = (size.queries + step - 1) / step * zoom,
+                width = (size.keys + step - 1) / step * zoom;
+  std::vector<unsigned char> grey;
+  for (int64_t y = 0; y < height; ++y)
+    for (int64_t x = 0; x < width; ++x) {
+      int64_t allowed = 0, pairs = 0;
+      for (int64_t q = y / zoom * step; q < std::min(size.queries, (y / zoom + 1) * step); ++q)
+        for (int64_t k = x / zoom * step; k < std::min(size.keys, (x / zoom + 1) * step); ++k) {
+          allowed += mask.allows(q, k, size.queries, size.keys);
+          ++pairs;
+        }
+      grey.push_back(static_cast<unsigned char>(255 - 255 * allowed / pairs));
+    }
+  write_png(path, grey, static_cast<int>(width), static_cast<int>(height));
+  std::printf("wrote %s: rows are queries, columns keys, black is allowed\n", path.c_str());
+}
+
+/// Keys a query, and what the kernels visit.
+inline void print_mask_costs(const torus::Mask& mask, const MaskSize& size) {
+  const auto costs = torus::mask_costs(mask, size.queries, size.keys);
+  const auto number = [](int64_t n) { return static_cast<long long>(n); };
+  std::printf("keys a query       %lld to %lld\n", number(costs.fewest_keys), number(costs.most_keys));
+  std::printf("scores needed      %lld\n", number(costs.needed));
+  std::printf(
+      "scores visited     %lld, %.2f times the needed\n", number(costs.visited),
+      costs.needed > 0 ? static_cast<double>(costs.visited) / static_cast<double>(costs.needed) : 0.0);
+  std::printf("share of all pairs %.4f\n", static_cast<double>(costs.visited) /
+                                               static_cast<double>(size.queries) /
+                                               static_cast<double>(size.keys));
+  std::printf("visits             %lld intervals, %lld runs, %lld gathers\n", number(costs.intervals),
+              number(costs.runs), number(costs.gathers));
+  std::printf("distinct atoms     %lld\n", number(costs.atoms));
+  std::printf("bytes of the map   %lld\n", number(costs.bytes));
+}
+
+/// The fused kernels in double against finite differences and against the composed reference. Prints one
+/// table; returns whether all is well.
+inline bool check_mask(const torus::Mask& mask, const MaskSize& size) {
+  using namespace torus;
+  const int64_t heads = 2, width = 3;
+  Generator generator(1);
+  const auto make = [&](int64_t tokens) { return randn({1, heads, tokens, width}, 0, 1, f64, generator); };
+  const std::vector<Tensor> inputs{make(size.queries), make(size.keys), make(size.keys)};
+  const Tensor d_out = make(size.queries);
+  const auto run = [&](Backend backend) {
+    Tape tape;
+    std::vector<Variable> x;
+    for (const Tensor& input : inputs) x.emplace_back(input, true);
+    const Variable out = attention(x[0], x[1], x[2], {.mask = mask, .backend = backend}).out;
+    tape.backward({out}, {d_out});
+    return std::vector<Tensor>{out.value(), x[0].grad(), x[1].grad(), x[2].grad()};
+  };
+  const auto norm = [](const Tensor& x, const Tensor& y) {
+    const auto a = x.to_vector<double>(), b = y.to_vector<double>();
+    double sum = 0;
+    for (size_t i = 0; i < a.size(); ++i) sum += (a[i] - b[i]) * (a[i] - b[i]);
+    return std::sqrt(sum);
+  };
+
+  bool good = true;
+  std::printf("%-24s %12s %10s\n", "check, in double", "error", "");
+  const auto row = [&](const std::string& what, double error, double limit) {
+    good &= error <= limit;
+    std::printf("%-24s %12.2e %10s\n", what.c_str(), error, error <= limit ? "ok" : "WRONG");
+  };
+  if (size.queries * size.keys <= 4096 * 4096) {
+    const auto fused = run(Backend::cpu), composed = run(Backend::reference);
+    const char* names[] = {"output", "gradient of q", "gradient of k", "gradient of v"};
+    for (size_t i = 0; i < 4; ++i) {
+      const double size_of_it = norm(composed[i], Tensor::zeros(composed[i].shape(), f64));
+      row(std::string(names[i]) + ", reference", norm(fused[i], composed[i]) / std::max(size_of_it, 1e-30),
+          size_of_it > 1e-12 ? 1e-10 : 1e20);
+    }
+  }
+  const bool full_jacobian = size.queries + 2 * size.keys <= 192;
+  const auto report = gradcheck(
+      [&](const std::vector<Variable>& x) {
+        return std::vector<Variable>{
+            attention(x[0], x[1], x[2], {.mask = mask, .backend = Backend::cpu}).out};
+      },
+      inputs, {.mode = full_jacobian ? GradcheckOptions::Mode::full : GradcheckOptions::Mode::projection});
+  row(full_jacobian ? "finite differences, all" : "finite differences, sum",
+      std::abs(report.analytic - report.numeric), report.passed ? 1e300 : -1);
+  if (!report) std::printf("%s\n", (std::ostringstream() << report).str().c_str());
+  std::printf("%lld derivatives compared\n", static_cast<long long>(report.checked));
+  return good;
+}

@@ -1,0 +1,30 @@
+// A mask that did not exist before, drawn and gradient-checked. Copy this file and change `mine`.
+#include <iostream>
+
+#include "mask_report.h"
+
+int main() {
+  using namespace torus;
+  try {
+    // Tokens on a 6 x 8 grid whose columns form a circle. Each sees the tokens of its own row that lie an
+    // even number of columns away, and all of the first row.
+    const std::vector<int64_t> grid{6, 8};
+    const Mask mine = Mask::from(
+        [](Query q, Key k) {
+          const bool same_row = q.coord[0] == k.coord[0];
+          return (same_row && (q.coord[1] - k.coord[1]) % 2 == 0) || k.coord[0] == 0;
+        },
+        {.grid = grid});
+
+    // Masks combine: & (both), | (either), ! (not). Here no token sees itself, except where it is all it has.
+    const Mask others = mine & !Mask::from([](Query q, Key k) { return q.token == k.token && q.token >= 8; });
+
+    const MaskSize size{48, 48, grid};
+    show_mask(others, size);
+    print_mask_costs(others, size);
+    return check_mask(others, size) ? 0 : 1;
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
+    return 1;
+  }
+}

@@ -1,0 +1,306 @@
+// Trains a small GPT on text, or on the addition of numbers: evaluates, samples, saves, resumes.
+#include <CLI/CLI.hpp>
+#include <filesystem>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <optional>
+#include <variant>
+
+#include "tasks.h"
+#include "torus/torus.h"
+#include "training.h"
+
+using namespace torus;
+
+namespace {
+
+// --------------------------------------------------------------------------------------------------- flags
+
+using Settings = std::map<std::string, std::string>;
+
+struct Options {
+  std::string preset, task = "text", vocabulary = "characters", dtype = "f32";
+  int64_t layers = 0, heads = 0, width = 0, context = 0, batch = 0, steps = 0, seed = 1;
+  double lr = 0, dropout = 0;
+  // What a resumed run is free to change:
+  std::string text, save, resume, log;
+  int64_t eval_every = 500, sample = 300, threads = 0;
+  double minutes = 0, temperature = 0.8;
+};
+
+// Sizes, and steps that take two cores two minutes (nano), six minutes (toy) and days (char, whose time will
+// be on a GPU). Addition takes about three.
+const std::map<std::string, Settings> presets = {
+    {"nano",
+     {{"layers", "4"},
+      {"heads", "4"},
+      {"width", "128"},
+      {"context", "64"},
+      {"batch", "12"},
+      {"steps", "3000"},
+      {"lr", "0.003"}}},
+    {"toy",
+     {{"layers", "4"},
+      {"heads", "4"},
+      {"width", "128"},
+      {"context", "128"},
+      {"batch", "32"},
+      {"steps", "2000"},
+      {"lr", "0.003"}}},
+    {"char",
+     {{"layers", "6"},
+      {"heads", "6"},
+      {"width", "384"},
+      {"context", "256"},
+      {"batch", "64"},
+      {"steps", "5000"},
+      {"lr", "0.001"},
+      {"dropout", "0.2"}}},
+    {"addition",
+     {{"layers", "2"},
+      {"heads", "4"},
+      {"width", "128"},
+      {"context", "11"},
+      {"batch", "128"},
+      {"steps", "4000"},
+      {"lr", "0.001"}}},
+};
+
+// A flag whose value decides what is trained and how: a preset or a checkpoint may give it, and a run that
+// resumes shares it with the one that saved.
+struct Flag {
+  std::string name, help;
+  std::variant<std::string*, int64_t*, double*> value;
+  CLI::Option* option = nullptr;
+
+  bool given() const { return option->count() > 0; }
+  void set(const std::string& text) {
+    option->add_result(text);
+    option->run_callback();
+  }
+  std::string text() const {
+    if (const auto* text = std::get_if<std::string*>(&value)) return **text;
+    if (const auto* count = std::get_if<int64_t*>(&value)) return std::to_string(**count);
+    return to_text(*std::get<double*>(value));
+  }
+};
+
+std::vector<Flag> add_flags(CLI::App& app, Options& o) {
+  std::vector<Flag> flags = {
+      {"preset", "sizes and schedule: nano (default), toy, char, addition (default for that task)",
+       &o.preset},
+      {"task", "text (default), or addition: sums of two numbers of three digits", &o.task},
+      {"vocabulary", "tokens of the text: characters (default) or bytes", &o.vocabulary},
+      {"layers", "transformer blocks", &o.layers},
+      {"heads", "attention heads of a block", &o.heads},
+      {"width", "channels", &o.width},
+      {"context", "tokens seen at once", &o.context},
+      {"batch", "sequences in a step", &o.batch},
+      {"steps", "steps of the whole schedule", &o.steps},
+      {"lr", "highest learning rate; it warms up, then falls to 0 along a cosine", &o.lr},
+      {"dropout", "probability of dropping", &o.dropout},
+      {"seed", "of weights, batches and dropout", &o.seed},
+      {"dtype", "f32 (default) or f64", &o.dtype},
+  };
+  for (Flag& flag : flags)
+    flag.option = std::visit([&](auto* value) { return app.add_option("--" + flag.name, *value, flag.help); },
+                             flag.value);
+  const auto limit = [&](const std::string& name, const CLI::Validator& rule) {
+    app.get_option("--" + name)->check(rule);
+  };
+  limit("preset", CLI::IsMember({"nano", "toy", "char", "addition"}));
+  limit("task", CLI::IsMember({"text", "addition"}));
+  limit("vocabulary", CLI::IsMember({"characters", "bytes"}));
+  limit("dtype", CLI::IsMember({"f32", "f64"}));
+  for (const char* name : {"layers", "heads", "width", "context", "batch", "steps", "lr"})
+    limit(name, CLI::PositiveNumber);
+  limit("seed", CLI::NonNegativeNumber);
+  limit("dropout", CLI::Range(0.0, 1.0));
+
+  app.add_option("--text", o.text, "file to train on (default: the sources of Torus)");
+  app.add_option("--minutes", o.minutes, "stop after so long, at whatever step")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--save", o.save, "checkpoint to write, at each evaluation and at the end");
+  app.add_option("--resume", o.resume, "checkpoint to go on from, with its flags");
+  app.add_option("--eval-every", o.eval_every, "steps between evaluations (500)")->check(CLI::PositiveNumber);
+  app.add_option("--sample", o.sample, "tokens of the sample at the end (300)")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--temperature", o.temperature, "of the sample (0.8); 0 takes the likeliest token")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--log", o.log, "file for one JSON object a step and evaluation");
+  app.add_option("--threads", o.threads, "threads to use (default: one a processor)")
+      ->check(CLI::PositiveNumber);
+  return flags;
+}
+
+// Flags that were not given are as in the checkpoint; those that were must agree with it.
+void take_settings(std::vector<Flag>& flags, const Settings& saved, const std::string& path) {
+  for (Flag& flag : flags) {
+    const auto found = saved.find(flag.name);
+    check(found != saved.end(), Error::Kind::File, path, " does not say its --", flag.name,
+          ": train_gpt did not write it");
+    if (!flag.given() && flag.text() != found->second) flag.set(found->second);
+    check(flag.text() == found->second, Error::Kind::Value, "--", flag.name, " ", flag.text(),
+          " is at odds with ", path, ", which was made with ",
+          found->second.empty() ? "the default" : found->second);
+  }
+}
+
+// Flags given neither on the command line nor by a checkpoint are the preset's.
+void take_preset(std::vector<Flag>& flags, Options& options) {
+  if (options.preset.empty()) options.preset = options.task == "text" ? "nano" : options.task;
+  const Settings& preset = presets.at(options.preset);
+  for (Flag& flag : flags)
+    if (const auto found = preset.find(flag.name); found != preset.end() && !flag.given())
+      flag.set(found->second);
+}
+
+// A run of two minutes must not end with the news that it cannot be saved.
+void check_can_save(const std::filesystem::path& path) {
+  const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
+  check(!std::filesystem::is_directory(path) && access(folder.c_str(), W_OK) == 0, Error::Kind::File,
+        "cannot save to ", path.string(), ": it is a folder, or not in a folder that can be written");
+}
+
+// ------------------------------------------------------------------------------------------------ training
+
+double train_step(GPT& model, AdamW& optimizer, const Batch& batch, double lr) {
+  Tape tape;
+  const Variable loss = model.loss(batch.inputs, batch.targets);
+  tape.backward(loss);
+  const double norm = clip_grad_norm(model.parameters(), 1);
+  check(std::isfinite(norm), Error::Kind::Value, "the gradient is not finite; try a lower --lr");
+  optimizer.set_lr(lr);
+  optimizer.step();
+  optimizer.zero_grad();
+  return loss.item();
+}
+
+double evaluate(GPT& model, const Task& task, bool quick) {
+  model.train(false);
+  const double result = task.score(model, quick);
+  model.train();
+  return result;
+}
+
+// From step `step` and batch `position` to the end, or to where time or Ctrl-C stops it. False after Ctrl-C.
+bool train(GPT& model, AdamW& optimizer, const Task& task, const Options& options, const Settings& settings,
+           int64_t step, int64_t position) {
+  JsonLog log(options.log, step > 0);
+  Prefetcher batches([&](int64_t index) { return task.batch(index); }, position);
+  const auto save = [&] {
+    Checkpoint checkpoint = make_checkpoint(model, optimizer);
+    checkpoint.vocabulary = task.vocabulary().code_points();
+    checkpoint.settings = settings;
+    checkpoint.step = step;
+    checkpoint.loader_position = batches.position();
+    save_checkpoint(options.save, checkpoint);
+  };
+
+  const Interrupt interrupt;
+  Progress progress(step, options.steps, options.batch * options.context);
+  bool stopped = false;
+  while (step < options.steps && !stopped) {
+    const double lr =
+        warmup_cosine(step, std::min<int64_t>(100, options.steps / 10), options.steps, options.lr);
+    const double loss = train_step(model, optimizer, batches.next(), lr);
+    ++step;
+    progress.step(loss);
+    log.write({{"step", double(step)},
+               {"loss", loss},
+               {"lr", lr},
+               {"tokens_per_second", progress.tokens_per_second()}});
+
+    stopped = interrupt.requested() || (options.minutes > 0 && progress.seconds() > 60 * options.minutes);
+    if (!stopped && step % options.eval_every == 0 && step < options.steps) {
+      const double score = evaluate(model, task, true);
+      log.write({{"step", double(step)}, {task.score_name(), score}});
+      progress.note("step " + std::to_string(step) + ": " + task.describe(score));
+    } else if (!stopped && step < options.steps) {
+      continue;
+    }
+    if (!options.save.empty()) save();
+  }
+  const std::string where =
+      "step " + std::to_string(step) + (options.save.empty() ? "" : ", saved to " + options.save);
+  if (interrupt.requested())
+    progress.note("interrupted at " + where);
+  else
+    progress.note((stopped ? "time is up at " : "trained to ") + where);
+  return !interrupt.requested();
+}
+
+std::unique_ptr<Task> make_task(const Options& options) {
+  const auto seed = static_cast<uint64_t>(options.seed);
+  if (options.task == "addition") {
+    check(options.text.empty(), Error::Kind::Value, "--text is not for --task addition");
+    return std::make_unique<AdditionTask>(options.batch, options.context, seed);
+  }
+  const std::string text = options.text.empty() ? own_sources() : read_text(options.text);
+  return std::make_unique<TextTask>(text, options.vocabulary == "bytes", options.batch, options.context,
+                                    seed);
+}
+
+int run(Options& options, std::vector<Flag>& flags) {
+  std::optional<Checkpoint> saved;
+  if (!options.resume.empty()) {
+    saved = load_checkpoint(options.resume);
+    take_settings(flags, saved->settings, options.resume);
+    if (options.text.empty()) options.text = saved->settings["text"];
+  }
+  take_preset(flags, options);
+  if (!options.save.empty()) check_can_save(options.save);
+  if (options.threads > 0) set_num_threads(static_cast<int>(options.threads));
+  manual_seed(static_cast<uint64_t>(options.seed));
+
+  const std::unique_ptr<Task> task = make_task(options);
+  Settings settings = {{"data", task->fingerprint()}};
+  if (!options.text.empty()) settings["text"] = std::filesystem::absolute(options.text).string();
+  for (const Flag& flag : flags) settings[flag.name] = flag.text();
+  check(!saved || saved->settings["data"] == settings["data"], Error::Kind::Value,
+        "the text is not the one that ", options.resume, " was trained on");
+
+  GPT model({.vocab_size = task->vocabulary().size(),
+             .context = options.context,
+             .layers = options.layers,
+             .heads = options.heads,
+             .width = options.width,
+             .dropout = options.dropout,
+             .dtype = options.dtype == "f64" ? f64 : f32});
+  AdamW optimizer(model.named_parameters(), {.beta2 = 0.99, .weight_decay = 0.1});
+  std::printf("model: %ld layers, %ld heads, width %ld, context %ld, %.2f M parameters\n",
+              long(options.layers), long(options.heads), long(options.width), long(options.context),
+              double(model.parameter_count()) / 1e6);
+  const double untrained = evaluate(model, *task, false);
+  std::printf("untrained: %s\n", task->describe(untrained).c_str());
+  if (saved) restore(*saved, model, optimizer);
+
+  const bool ended = train(model, optimizer, *task, options, settings, saved ? saved->step : 0,
+                           saved ? saved->loader_position : 0);
+  if (!ended) return 128 + SIGINT;
+  model.train(false);
+  Generator generator(static_cast<uint64_t>(options.seed));
+  if (options.sample > 0) task->show_sample(model, {options.sample, options.temperature, &generator});
+  std::printf("%s\n", task->conclude(task->score(model, false), untrained).c_str());
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("Trains a small GPT on text, or on sums, and shows what it learned.");
+  Options options;
+  std::vector<Flag> flags = add_flags(app, options);
+  try {
+    app.parse(argc, argv);
+    return run(options, flags);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help
+    std::cerr << "train_gpt: " << error.what() << "\n";
+  } catch (const std::exception& error) {
+    std::cout << std::flush;
+    std::cerr << "train_gpt: " << error.what() << "\n";
+  }
+  return 1;
+}

@@ -1,0 +1,139 @@
+// What a program that trains shows and obeys: a progress bar, a log, and Ctrl-C.
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torus/core/error.h"
+
+/// The shortest decimal that reads back as this number.
+inline std::string to_text(double value) {
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof text, value).ptr};
+}
+
+/// A file of lines, each a JSON object of numbers with all their digits.
+class JsonLog {
+ public:
+  /// No file if `path` is empty. `append` keeps what is there.
+  JsonLog(const std::string& path, bool append) : path_(path) {
+    if (path.empty()) return;
+    file_.open(path, append ? std::ios::app : std::ios::trunc);
+    check_good();
+  }
+
+  void write(const std::vector<std::pair<std::string, double>>& entries) {
+    if (path_.empty()) return;
+    std::string line;
+    for (const auto& [name, value] : entries)
+      line +=
+          (line.empty() ? "{\"" : ", \"") + name + "\": " + (std::isfinite(value) ? to_text(value) : "null");
+    file_ << line << "}" << std::endl;
+    check_good();
+  }
+
+ private:
+  void check_good() const {
+    torus::check(file_.good(), torus::Error::Kind::File, "[log] cannot write ", path_);
+  }
+
+  std::string path_;
+  std::ofstream file_;
+};
+
+/// While alive, the first Ctrl-C (or SIGTERM) only makes requested() true; the second ends the program.
+class Interrupt {
+ public:
+  Interrupt() {
+    struct sigaction action = {};
+    action.sa_handler = [](int) { request() = 1; };
+    action.sa_flags = static_cast<int>(SA_RESETHAND);  // back to the default, so the second ends the program
+    sigaction(SIGINT, &action, &old_int_);
+    sigaction(SIGTERM, &action, &old_term_);
+  }
+  ~Interrupt() {
+    sigaction(SIGINT, &old_int_, nullptr);
+    sigaction(SIGTERM, &old_term_, nullptr);
+  }
+  Interrupt(const Interrupt&) = delete;
+  Interrupt& operator=(const Interrupt&) = delete;
+
+  static bool requested() { return request() != 0; }
+
+ private:
+  static volatile std::sig_atomic_t& request() {
+    static volatile std::sig_atomic_t value = 0;
+    return value;
+  }
+
+  struct sigaction old_int_ = {}, old_term_ = {};
+};
+
+/// Loss, tokens a second and time left: a bar on a terminal, otherwise about twenty lines.
+class Progress {
+ public:
+  Progress(int64_t done, int64_t total, int64_t tokens_per_step)
+      : done_(done), total_(total), tokens_per_step_(tokens_per_step) {}
+
+  /// One more step was taken.
+  void step(double loss) {
+    ++done_;
+    ++steps_;
+    const auto now = Clock::now();
+    seconds_ += std::chrono::duration<double>(now - since_).count();
+    since_ = now;
+    loss_ += (loss - loss_) / static_cast<double>(std::min<int64_t>(steps_, 50));
+    const bool last = done_ == total_;
+    if (terminal_ ? last || seconds_ - shown_ > 0.1
+                  : last || done_ % std::max<int64_t>(1, total_ / 20) == 0) {
+      shown_ = seconds_;
+      std::printf(terminal_ ? "\r%s\033[K" : "%s\n", status().c_str());
+      std::fflush(stdout);
+    }
+  }
+
+  /// A line of its own. The time since the last step is not counted as training.
+  void note(const std::string& line) {
+    std::printf(terminal_ ? "\r%s\033[K\n" : "%s\n", line.c_str());
+    std::fflush(stdout);
+    since_ = Clock::now();
+  }
+
+  /// Of training, without what came in between.
+  double seconds() const { return seconds_; }
+  double tokens_per_second() const { return static_cast<double>(steps_ * tokens_per_step_) / seconds_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  std::string status() const {
+    std::string bar;
+    if (terminal_) {
+      bar = std::string(static_cast<size_t>(24 * done_ / std::max<int64_t>(1, total_)), '#');
+      bar = " [" + bar + std::string(24 - bar.size(), ' ') + "]";
+    }
+    const auto left =
+        std::lround(seconds_ / static_cast<double>(steps_) * static_cast<double>(total_ - done_));
+    char text[160];
+    std::snprintf(text, sizeof text, "step %ld/%ld%s  loss %.3f  %.1f k tok/s  %ld:%02ld left", long(done_),
+                  long(total_), bar.c_str(), loss_, tokens_per_second() / 1000, left / 60, left % 60);
+    return text;
+  }
+
+  int64_t done_, total_, tokens_per_step_, steps_ = 0;
+  bool terminal_ = isatty(STDOUT_FILENO) == 1;
+  double loss_ = 0;  // running mean
+  double seconds_ = 0, shown_ = 0;
+  Clock::time_point since_ = Clock::now();
+};
