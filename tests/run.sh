@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Installs what is missing, builds, and runs every test that this machine can run, with sanitizers first, then as
+# released. Ends with CTest's summary.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source examples/setup.sh
+setup ccache libgtest-dev librapidcheck-dev
+
+cores=$(nproc)
+for preset in asan release; do
+  cmake --preset "$preset" -DTORUS_TESTS=ON -DTORUS_EXAMPLES=ON
+  cmake --build --preset "$preset" -j "$cores"
+done
+ctest --preset asan
+ctest --preset release
