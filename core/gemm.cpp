@@ -4,6 +4,7 @@
 #include <Eigen/Core>
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "torus/core/kernel.h"
 #include "torus/core/parallel.h"

@@ -1,4 +1,4 @@
-#include <cstring>
+#include <algorithm>
 
 #include "torus/core/kernel.h"
 #include "torus/core/strided.h"

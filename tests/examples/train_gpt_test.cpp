@@ -119,7 +119,7 @@ TEST_F(TrainGpt, TrainsOnItsOwnSources) {
 }
 
 TEST_F(TrainGpt, ResumesBitForBit) {
-  for (const std::string& kind :
+  for (const char* kind :
        {"--text text.txt --dropout 0.1 --vocabulary bytes", "--task addition --dtype f64"}) {
     const std::string flags = kind + " --steps 40 --seed 3 --eval-every 10 --log ";
     const std::string size = " --layers 1 --heads 2 --width 8 --batch 4 --threads 2";

@@ -1,0 +1,83 @@
+// Runs `mask` and `new_mask` as a user does.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <fstream>
+#include <string>
+
+#include "core/temporary_folder.h"
+
+namespace torus {
+namespace {
+
+struct Outcome {
+  int status;
+  std::string text;  // output and errors
+};
+
+Outcome run(const std::string& command) {
+  FILE* pipe = popen((std::string(TORUS_EXAMPLES_DIR "/") + command + " 2>&1").c_str(), "r");
+  std::string text;
+  char buffer[4096];
+  for (size_t count; (count = fread(buffer, 1, sizeof buffer, pipe)) > 0;) text.append(buffer, count);
+  const int status = pclose(pipe);
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, text};
+}
+
+bool has(const Outcome& outcome, const std::string& part) {
+  return outcome.text.find(part) != std::string::npos;
+}
+
+TEST(MaskProgram, DrawsCountsAndChecks) {
+  const Outcome result = run("mask --grid 5x5 --window 3 --boundary wrap,wrap --show --gradcheck");
+  EXPECT_EQ(result.status, 0) << result.text;
+  EXPECT_TRUE(has(result, "keys a query       9 to 9\n")) << result.text;
+  EXPECT_TRUE(has(result, "scores needed      225\n")) << result.text;
+  EXPECT_TRUE(has(result, "   0  ##..###..#..........##..#\n")) << result.text;
+  EXPECT_TRUE(has(result, "query (0, 0)\n      @#..#\n      ##..#\n      .....\n      .....\n      ##..#\n"))
+      << result.text;
+  EXPECT_TRUE(has(result, "finite differences, all")) << result.text;
+  EXPECT_FALSE(has(result, "WRONG")) << result.text;
+}
+
+TEST(MaskProgram, CombinesAndWritesPictures) {
+  const TemporaryFolder folder;
+  const Outcome result = run("mask --tokens 5000 --causal --left 64 --png '" + folder / "mask.png" + "'");
+  EXPECT_EQ(result.status, 0) << result.text;
+  EXPECT_TRUE(has(result, "keys a query       1 to 65\n")) << result.text;
+  std::ifstream file(folder / "mask.png", std::ios::binary);
+  char head[4] = {};
+  file.read(head, 4);
+  EXPECT_EQ(std::string(head + 1, 3), "PNG");
+  const Outcome valid = run("mask --grid 6x4 --window 3,2 --boundary valid --gradcheck");
+  EXPECT_EQ(valid.status, 0) << valid.text;
+  EXPECT_TRUE(has(valid, "keys a query       6 to 6\n")) << valid.text;
+}
+
+TEST(MaskProgram, SaysWhatIsWrongInOneLine) {
+  for (const auto& [flags, line] :
+       {std::pair<const char*, const char*>{
+            "--grid 5x5 --window 0",
+            "[neighborhood] axis 0: window and dilation must be at least 1, got 0 and 1\n"},
+        {"--grid 5xa", "--grid: expected numbers separated by 'x', got 5xa\n"},
+        {"--grid 4 --boundary round",
+         "--boundary: expected wrap, shift, shrink, causal or valid, got round\n"},
+        {"--grid 4x4 --tokens 5 --documents 3,4", "[document] the documents have 7 queries, got 16\n"},
+        {"", "mask: expected --grid, --tokens or --documents (--help lists all)\n"},
+        {"--tokens 8 --png /nowhere/at.png", "[png] cannot write /nowhere/at.png"}}) {
+    const Outcome result = run(std::string("mask ") + flags);
+    EXPECT_EQ(result.status, 1) << flags;
+    EXPECT_TRUE(has(result, line)) << result.text;
+  }
+}
+
+TEST(NewMaskProgram, DrawsAndChecks) {
+  const Outcome result = run("new_mask");
+  EXPECT_EQ(result.status, 0) << result.text;
+  EXPECT_TRUE(has(result, "gradient of k, reference")) << result.text;
+  EXPECT_FALSE(has(result, "WRONG")) << result.text;
+}
+
+}  // namespace
+}  // namespace torus
