@@ -2,6 +2,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iomanip>
+#include <ostream>
+#include <set>
+
+#include "torus/core/profiler.h"
 
 namespace torus {
 
@@ -16,11 +21,34 @@ struct Scope {
 };
 thread_local std::vector<Scope> scopes;
 
+Tape* find_tape(uint64_t id) {
+  const auto found =
+      std::find_if(scopes.begin(), scopes.end(), [=](const Scope& s) { return s.tape && s.id == id; });
+  return found == scopes.end() ? nullptr : found->tape;
+}
+
 thread_local const char* backward_op = nullptr;  // whose backward is running
 
-bool alive(uint64_t tape) {
-  return std::any_of(scopes.begin(), scopes.end(), [=](const Scope& s) { return s.tape && s.id == tape; });
-}
+// Gradients of leaves with hooks, which must be complete before the hooks see them; null outside backward.
+using HookedGradients = std::vector<std::pair<std::shared_ptr<detail::GradSlot>, Tensor>>;
+thread_local HookedGradients* hooked_gradients = nullptr;
+
+// Sets a variable for a while.
+template <class T>
+class Exchanged {
+ public:
+  Exchanged(T& variable, T value) : variable_(variable), old_(std::exchange(variable, value)) {}
+  ~Exchanged() { variable_ = old_; }
+  Exchanged(const Exchanged&) = delete;
+  Exchanged& operator=(const Exchanged&) = delete;
+
+ private:
+  T& variable_;
+  T old_;
+};
+
+// Where copies of Saved tell their storage while a tape counts what its nodes keep.
+thread_local std::vector<const Storage*>* held_storages = nullptr;
 
 }  // namespace
 
@@ -52,7 +80,46 @@ void Variable::zero_grad() {
   if (defined() && state_->slot) state_->slot->grad = Tensor();
 }
 
+HookHandle Variable::on_gradient(GradientHook hook) const {
+  check(defined(), Error::Kind::Value, "[on_gradient] the variable is undefined");
+  HookHandle handle;
+  if (!state_->requires_grad) return handle;
+  std::shared_ptr<detail::Hooks> hooks;
+  if (state_->tape == 0) {
+    hooks = {state_->slot, &state_->slot->hooks};
+  } else {
+    Tape* tape = find_tape(state_->tape);
+    check(tape, Error::Kind::Value,
+          "[on_gradient] the variable was recorded on a tape that is gone or lives on another thread");
+    auto& of_output = tape->hooks_[tape->place(*this)];
+    if (!of_output) of_output = std::make_shared<detail::Hooks>();
+    hooks = of_output;
+  }
+  handle.id_ = hooks->next++;
+  handle.hooks_ = hooks;
+  hooks->list.emplace(handle.id_, std::move(hook));
+  return handle;
+}
+
+Tensor detail::Hooks::apply(Tensor grad) const {
+  const auto now = list;  // a hook may remove itself
+  for (const auto& [id, hook] : now) {
+    const Tensor result = hook(grad);
+    if (!result.defined()) continue;
+    check(
+        result.shape() == grad.shape() && result.dtype() == grad.dtype() && result.device() == grad.device(),
+        Error::Kind::Shape, "[on_gradient] a hook must return ", grad.dtype(), ' ', grad.shape(), " on ",
+        grad.device(), ", got ", result.dtype(), ' ', result.shape(), " on ", result.device());
+    grad = result;
+  }
+  return grad;
+}
+
 // ------------------------------------------------------------------------------------------------- Saved
+
+Saved::Saved(const Saved& other) : tensor_(other.tensor_), version_(other.version_) {
+  if (held_storages && tensor_.defined()) held_storages->push_back(tensor_.storage().get());
+}
 
 const Tensor& Saved::get() const {
   check(!tensor_.defined() || tensor_.version() == version_, Error::Kind::Version, "[",
@@ -83,9 +150,56 @@ int64_t Tape::live_nodes() const {
   return std::count_if(nodes_.begin(), nodes_.end(), [](const Node& node) { return bool(node.backward); });
 }
 
+TapeSummary Tape::summary() const {
+  TapeSummary summary;
+  std::vector<const Storage*> held;
+  std::set<const Storage*> counted;
+  const Exchanged listen(held_storages, &held);
+  for (const Node& node : nodes_) {
+    if (!node.backward) continue;
+    auto row = std::find_if(summary.rows.begin(), summary.rows.end(),
+                            [&](const TapeSummary::Row& other) { return other.op == node.op; });
+    if (row == summary.rows.end()) row = summary.rows.insert(row, {node.op, 0, 0});
+    held.clear();
+    const BackwardFunction copy = node.backward;  // closures are opaque, but copies of what they saved tell
+    for (const Storage* storage : held)
+      if (counted.insert(storage).second) row->bytes += static_cast<int64_t>(storage->bytes());
+    ++row->nodes;
+  }
+  for (const auto& row : summary.rows) summary.nodes += row.nodes, summary.bytes += row.bytes;
+  std::stable_sort(summary.rows.begin(), summary.rows.end(),
+                   [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
+  return summary;
+}
+
+std::ostream& operator<<(std::ostream& out, const TapeSummary& summary) {
+  size_t width = 5;
+  for (const auto& row : summary.rows) width = std::max(width, row.op.size());
+  const auto line = [&](const std::string& op, const auto& nodes, const auto& bytes) {
+    out << op << std::string(width - op.size(), ' ') << std::right << std::setw(10) << nodes << std::setw(16)
+        << bytes << '\n';
+  };
+  line("op", "nodes", "saved bytes");
+  for (const auto& row : summary.rows) line(row.op, row.nodes, row.bytes);
+  line("total", summary.nodes, summary.bytes);
+  return out;
+}
+
+size_t Tape::place(const Variable& value) const {
+  const auto& state = *value.state_;
+  return nodes_[static_cast<size_t>(state.node)].first_output + static_cast<size_t>(state.output);
+}
+
+std::string Tape::where(const Node& node) const {
+  if (!node.recorded.empty()) return node.recorded;
+  return "node " + std::to_string(&node - nodes_.data()) + ", recorded outside AnomalyMode";
+}
+
 std::vector<Variable> Tape::append(const char* op, std::span<const Variable> inputs,
                                    std::span<const Tensor> outputs, BackwardFunction backward) {
-  Node node{op, {}, output_count_, outputs.size(), std::move(backward)};
+  Node node{op, {}, output_count_, outputs.size(), std::move(backward), {}};
+  if (AnomalyMode::active())
+    node.recorded = detail::describe_call(inputs, outputs, static_cast<int64_t>(nodes_.size()));
   node.inputs.reserve(inputs.size());
   for (const Variable& input : inputs) {
     Edge& edge = node.inputs.emplace_back();
@@ -98,7 +212,7 @@ std::vector<Variable> Tape::append(const char* op, std::span<const Variable> inp
       edge.node = state.node;
       edge.output = state.output;
     } else {
-      check(state.tape == 0 || !refuses_outer_, Error::Kind::Value, "[", op,
+      check(state.tape == 0 || !inside_recompute_, Error::Kind::Value, "[", op,
             "] inside recompute, a value of the outer tape was captured: pass it as an input of recompute");
       if (!state.slot) state.slot = std::make_shared<detail::GradSlot>();
       edge.slot = state.slot;
@@ -132,6 +246,26 @@ void add_gradient(Tensor& sum, Tensor grad) {
   add_into(sum, grad);
 }
 
+// The same for a leaf, whose gradient must be its own memory: optimizers and users write to it.
+void add_to_leaf(Tensor& sum, Tensor grad) {
+  if (sum.defined()) return add_into(sum, grad);
+  if (grad.storage().use_count() > 1 || !grad.is_contiguous()) grad = grad.clone();
+  sum = std::move(grad);
+}
+
+// A leaf's gradient: kept back until it is complete if hooks want to see it. Returns the sum so far.
+const Tensor& send_to_leaf(const std::shared_ptr<detail::GradSlot>& slot, Tensor grad) {
+  if (slot->hooks.list.empty()) {
+    add_to_leaf(slot->grad, std::move(grad));
+    return slot->grad;
+  }
+  auto found = std::find_if(hooked_gradients->begin(), hooked_gradients->end(),
+                            [&](const auto& entry) { return entry.first == slot; });
+  if (found == hooked_gradients->end()) found = hooked_gradients->insert(found, {slot, Tensor()});
+  add_gradient(found->second, std::move(grad));
+  return found->second;
+}
+
 }  // namespace
 
 void Tape::accumulate(const Node& node, size_t input, Tensor grad, std::vector<Tensor>& table) {
@@ -140,16 +274,18 @@ void Tape::accumulate(const Node& node, size_t input, Tensor grad, std::vector<T
   check(grad.dtype() == edge.dtype, Error::Kind::DType, "[", node.op, "] backward returned ", grad.dtype(),
         " for input ", input, " of ", edge.dtype);
   if (grad.shape() != edge.shape) grad = sum_to(grad, edge.shape);
+  const Tensor* sum;
   if (edge.slot) {
-    Tensor& sum = edge.slot->grad;
-    // A leaf's gradient must be its own memory: optimizers and users write to it.
-    if (!sum.defined() && (grad.storage().use_count() > 1 || !grad.is_contiguous())) grad = grad.clone();
-    if (sum.defined()) add_into(sum, grad);
-    else sum = std::move(grad);
+    sum = &send_to_leaf(edge.slot, std::move(grad));
   } else {
-    add_gradient(table[nodes_[static_cast<size_t>(edge.node)].first_output + static_cast<size_t>(edge.output)],
-                 std::move(grad));
+    Tensor& entry =
+        table[nodes_[static_cast<size_t>(edge.node)].first_output + static_cast<size_t>(edge.output)];
+    add_gradient(entry, std::move(grad));
+    sum = &entry;
   }
+  if (AnomalyMode::active())
+    detail::check_gradient(node.op, "summed to", *sum,
+                           "input " + std::to_string(input) + " with what was there before", where(node));
 }
 
 void Tape::backward(const Variable& loss, const BackwardOptions& options) {
@@ -166,54 +302,74 @@ void Tape::backward(const Variable& loss, const BackwardOptions& options) {
 void Tape::backward(const std::vector<Variable>& outputs, const std::vector<Tensor>& seeds, bool keep_graph) {
   check(outputs.size() == seeds.size(), Error::Kind::Value, "[backward] expected a seed an output, got ",
         outputs.size(), " outputs and ", seeds.size(), " seeds");
+  const ProfileScope walk("backward");
+  const NoGrad backward_never_records;
+  HookedGradients own;
+  const Exchanged hooked(hooked_gradients, inside_recompute_ && hooked_gradients ? hooked_gradients : &own);
   std::vector<Tensor> table(output_count_);
   int32_t last = -1;
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (!seeds[i].defined()) continue;
     const Variable& output = outputs[i];
     check(output.requires_grad(), Error::Kind::Value,
-          "[backward] the loss depends on nothing that wants a gradient; was it computed while this tape was the "
-          "innermost?");
+          "[backward] the loss depends on nothing that wants a gradient; was it computed while this tape was "
+          "the innermost?");
     const auto& state = *output.state_;
     check(state.tape == id_ || state.tape == 0, Error::Kind::Value, "[backward] the loss is on another tape");
     check(seeds[i].shape() == output.shape() && seeds[i].dtype() == output.dtype(), Error::Kind::Shape,
-          "[backward] the seed must be ", output.dtype(), " ", output.shape(), ", got ", seeds[i].dtype(), " ",
-          seeds[i].shape());
+          "[backward] the seed must be ", output.dtype(), " ", output.shape(), ", got ", seeds[i].dtype(),
+          " ", seeds[i].shape());
     if (state.tape == 0) {  // a leaf is its own derivative
-      if (state.slot->grad.defined()) add_into(state.slot->grad, seeds[i]);
-      else state.slot->grad = seeds[i].clone();
+      send_to_leaf(state.slot, seeds[i]);
       continue;
     }
-    add_gradient(table[nodes_[static_cast<size_t>(state.node)].first_output + static_cast<size_t>(state.output)],
-                 seeds[i]);
+    add_gradient(table[place(output)], seeds[i]);
     last = std::max(last, state.node);
   }
 
-  const NoGrad backward_never_records;
-  const char* outer_op = backward_op;
   std::vector<bool> wanted;
   for (int32_t index = last; index >= 0; --index) {
     Node& node = nodes_[static_cast<size_t>(index)];
     const std::span grads(table.begin() + static_cast<ptrdiff_t>(node.first_output), node.output_count);
     if (std::none_of(grads.begin(), grads.end(), [](const Tensor& grad) { return grad.defined(); })) continue;
     check(bool(node.backward), Error::Kind::Value, "[", node.op,
-          "] what backward needs was freed by an earlier backward; call backward(loss, {.keep_graph = true}) first");
+          "] what backward needs was freed by an earlier backward; call backward(loss, {.keep_graph = true}) "
+          "first");
+    ProfileScope scope(node.op, ScopeKind::backward);
+    if (scope)
+      for (const Tensor& grad : grads) scope.show(grad);
+    const auto first_hooks = hooks_.lower_bound(node.first_output),
+               last_hooks = hooks_.lower_bound(node.first_output + node.output_count);
+    for (auto found = first_hooks; found != last_hooks; ++found)
+      if (Tensor& grad = table[found->first]; grad.defined()) grad = found->second->apply(std::move(grad));
+    const auto look_through = [&](const char* what, std::span<const Tensor> gradients, const char* of) {
+      if (!AnomalyMode::active()) return;
+      for (size_t i = 0; i < gradients.size(); ++i)
+        detail::check_gradient(node.op, what, gradients[i], of + std::to_string(i), where(node));
+    };
+    look_through("was given", grads, "output ");
     wanted.assign(node.inputs.size(), false);
     for (size_t i = 0; i < node.inputs.size(); ++i) wanted[i] = node.inputs[i].wanted;
-    backward_op = node.op;
     std::vector<Tensor> results;
-    try {
+    {
+      const Exchanged running(backward_op, node.op);
       results = node.backward(OutputGrads(grads, wanted));
-    } catch (...) {
-      backward_op = outer_op;
-      throw;
     }
-    backward_op = outer_op;
     check(results.size() == node.inputs.size(), Error::Kind::Value, "[", node.op, "] backward returned ",
           results.size(), " gradients for ", node.inputs.size(), " inputs");
+    look_through("made", results, "input ");
     std::fill(grads.begin(), grads.end(), Tensor());
-    if (!keep_graph) node.backward = nullptr;
+    if (!keep_graph) {
+      node.backward = nullptr;
+      hooks_.erase(first_hooks, last_hooks);
+    }
     for (size_t i = 0; i < results.size(); ++i) accumulate(node, i, std::move(results[i]), table);
+  }
+  for (auto& [slot, grad] : own) {
+    grad = slot->hooks.apply(std::move(grad));
+    if (AnomalyMode::active())
+      detail::check_gradient("on_gradient", "was handed", grad, "a leaf", "by one of its hooks");
+    add_to_leaf(slot->grad, std::move(grad));
   }
 }
 
@@ -223,21 +379,27 @@ bool recording(const char* op, std::span<const Variable> inputs) {
   bool wanted = false;
   for (const Variable& input : inputs) {
     if (!input.requires_grad()) continue;
-    check(input.is_leaf() || alive(input.tape_id()), Error::Kind::Value, "[", op,
-          "] an input was recorded on a tape that is gone or lives on another thread; detach() keeps its value");
+    check(input.is_leaf() || find_tape(input.tape_id()), Error::Kind::Value, "[", op,
+          "] an input was recorded on a tape that is gone or lives on another thread; detach() keeps its "
+          "value");
     wanted = true;
   }
   return wanted && Tape::current();
 }
 
-std::vector<Variable> record(const char* op, std::span<const Variable> inputs, std::span<const Tensor> outputs,
-                             BackwardFunction backward) {
-  if (recording(op, inputs)) return Tape::current()->append(op, inputs, outputs, std::move(backward));
+std::vector<Variable> record(const char* op, std::span<const Variable> inputs,
+                             std::span<const Tensor> outputs, BackwardFunction backward,
+                             Infinities infinities) {
+  Tape* tape = recording(op, inputs) ? Tape::current() : nullptr;
+  if (AnomalyMode::active())
+    detail::check_forward(op, inputs, outputs, infinities, tape ? tape->recorded_nodes() : -1);
+  if (tape) return tape->append(op, inputs, outputs, std::move(backward));
   return std::vector<Variable>(outputs.begin(), outputs.end());
 }
 
-Variable record(const char* op, std::span<const Variable> inputs, const Tensor& output, BackwardFunction backward) {
-  return record(op, inputs, std::span(&output, 1), std::move(backward))[0];
+Variable record(const char* op, std::span<const Variable> inputs, const Tensor& output,
+                BackwardFunction backward, Infinities infinities) {
+  return record(op, inputs, std::span(&output, 1), std::move(backward), infinities)[0];
 }
 
 namespace {
@@ -276,7 +438,7 @@ std::vector<Variable> recompute_list(
     std::vector<Variable> leaves;
     for (size_t i = 0; i < saved.size(); ++i) leaves.emplace_back(saved[i].get(), grads.wants(i));
     Tape inner;
-    inner.refuses_outer_ = true;
+    inner.inside_recompute_ = true;
     std::vector<Variable> again;
     {
       const KeepState keep(generator);
@@ -284,8 +446,7 @@ std::vector<Variable> recompute_list(
       again = function(leaves);
     }
     std::vector<Tensor> seeds;
-    for (size_t i = 0; i < again.size(); ++i)
-      seeds.push_back(again[i].requires_grad() ? grads[i] : Tensor());
+    for (size_t i = 0; i < again.size(); ++i) seeds.push_back(again[i].requires_grad() ? grads[i] : Tensor());
     inner.backward(again, seeds);
     std::vector<Tensor> results;
     for (const Variable& leaf : leaves) results.push_back(leaf.requires_grad() ? leaf.grad() : Tensor());

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 
 #include "torus/core/tensor.h"
@@ -10,11 +12,23 @@ namespace torus {
 
 class Tape;
 
+/// Called with a gradient, which it must not write to. Returns one of the same shape and dtype to use
+/// instead, or an undefined Tensor to leave it.
+using GradientHook = std::function<Tensor(const Tensor& grad)>;
+
 namespace detail {
+
+struct Hooks {
+  std::map<uint64_t, GradientHook> list;  // in the order in which they were added
+  uint64_t next = 0;
+
+  Tensor apply(Tensor grad) const;
+};
 
 /// Where the gradient of a leaf accumulates. Shared by the leaf and the tapes that used it.
 struct GradSlot {
   Tensor grad;
+  Hooks hooks;
 };
 
 struct VariableState {
@@ -27,6 +41,21 @@ struct VariableState {
 };
 
 }  // namespace detail
+
+/// Takes a gradient hook away again; the hook stays if the handle is dropped.
+class HookHandle {
+ public:
+  HookHandle() = default;
+  /// From now on the hook is not called. Does nothing the second time, or if the variable is gone.
+  void remove() {
+    if (const auto hooks = hooks_.lock()) hooks->list.erase(id_);
+  }
+
+ private:
+  std::weak_ptr<detail::Hooks> hooks_;
+  uint64_t id_ = 0;
+  friend class Variable;
+};
 
 /// What ops take and return: a value, and where on which tape it was recorded. Copies are handles of the same
 /// Variable. A Variable outlives its tape as a value only: using it in an op then throws.
@@ -57,6 +86,12 @@ class Variable {
   const Tensor& grad() const;
   /// Drops the gradient.
   void zero_grad();
+  /// Has `hook` called with the complete gradient of each backward, once however often the value was used,
+  /// before it goes further: on into the op that made the value, or, at the end of backward, into the
+  /// gradient of a leaf. What it returns goes on instead. The hook must not hold this Variable: neither would
+  /// ever be freed. A value that gets no gradient calls no hook; hooks on the output of an op are gone with
+  /// its tape, and throw if it is.
+  HookHandle on_gradient(GradientHook hook) const;
   /// The same value as a leaf that wants no gradient.
   Variable detach() const { return Variable(value()); }
 

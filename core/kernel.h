@@ -2,9 +2,12 @@
 #pragma once
 
 #include <string>
+#include <type_traits>
 #include <typeindex>
 
 #include "torus/core/device.h"
+#include "torus/core/profiler.h"
+#include "torus/core/tensor.h"
 
 namespace torus {
 
@@ -15,8 +18,10 @@ void register_kernel(const char* name, DeviceKind kind, std::type_index signatur
 AnyFunction find_kernel(const char* name, DeviceKind kind, std::type_index signature);
 }  // namespace detail
 
-/// One kernel of an op, by the name "op.part". The op's .cpp makes it with the CPU function; a .cu file adds its
-/// launcher with `CudaKernel` of the same name and signature, so op code needs neither #ifdef nor stub.
+/// One kernel of an op, by the name "op.part". The op's .cpp makes it with the CPU function; a .cu file adds
+/// its launcher with `CudaKernel` of the same name and signature, so op code needs neither #ifdef nor stub.
+/// The profiler times each call and counts the bytes of its tensors; `flops`, if given, counts the
+/// operations.
 template <class Signature>
 class Kernel;
 
@@ -24,17 +29,30 @@ template <class... Args>
 class Kernel<void(Args...)> {
  public:
   using Function = void (*)(Args...);
-  constexpr Kernel(const char* name, Function cpu_function) : name_(name), cpu_(cpu_function) {}
+  using Flops = double (*)(Args...);
+  constexpr Kernel(const char* name, Function cpu_function, Flops flops = nullptr)
+      : name_(name), cpu_(cpu_function), flops_(flops) {}
 
   void operator()(Device device, Args... args) const {
+    ProfileScope scope(name_, ScopeKind::kernel);
+    if (scope) [[unlikely]] {
+      (note(scope, args), ...);
+      if (flops_) scope.add_flops(flops_(args...));
+    }
     if (device.kind == DeviceKind::cpu) return cpu_(args...);
     const auto found = detail::find_kernel(name_, device.kind, typeid(void(Args...)));
     reinterpret_cast<Function>(found)(args...);
   }
 
  private:
+  template <class T>
+  static void note(ProfileScope& scope, const T& argument) {
+    if constexpr (std::is_same_v<T, Tensor>) scope.add(argument);
+  }
+
   const char* name_;
   Function cpu_;
+  Flops flops_;
 };
 
 /// Registers a launcher at start-up: `static const CudaKernel<void(...)> r{"layer_norm.forward", launch};`.

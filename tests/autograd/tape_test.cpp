@@ -4,10 +4,12 @@
 
 #include <chrono>
 #include <optional>
+#include <sstream>
 #include <thread>
 
 #include "autograd/test_ops.h"
 #include "core/expect_error.h"
+#include "torus/core/profiler.h"
 
 namespace torus {
 namespace {
@@ -372,6 +374,86 @@ TEST(Tape, StepsLeaveNothingBehind) {
     EXPECT_EQ(memory_stats().live_bytes, after_first.live_bytes);
     EXPECT_EQ(memory_stats().live_blocks, after_first.live_blocks);
   }
+}
+
+TEST(Tape, SummaryCountsNodesAndWhatTheySave) {
+  const Variable x(randn({100}, 0, 1, f64), true), y(randn({100}, 0, 1, f64), true);
+  Tape tape;
+  EXPECT_EQ(tape.summary().nodes, 0);
+  const Variable z = mul(x, y), w = mul(z, x);                    // x is saved twice
+  const Variable part = mul(x, Variable(randn({1}, 0, 1, f64)));  // keeps x, which is there, and 8 bytes
+  const Variable both = add(w, part), first = sum(both), loss = add(first, sum(powers(w)[1]));
+  const auto check_rows = [](const TapeSummary& summary, const std::vector<TapeSummary::Row>& expected) {
+    ASSERT_EQ(summary.rows.size(), expected.size());
+    TapeSummary::Row total{"total", 0, 0};
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_EQ(summary.rows[i].op, expected[i].op);
+      EXPECT_EQ(summary.rows[i].nodes, expected[i].nodes);
+      EXPECT_EQ(summary.rows[i].bytes, expected[i].bytes);
+      total.nodes += expected[i].nodes, total.bytes += expected[i].bytes;
+    }
+    EXPECT_EQ(summary.nodes, total.nodes);
+    EXPECT_EQ(summary.bytes, total.bytes);
+  };
+  check_rows(tape.summary(), {{"mul", 3, 3 * 800 + 8}, {"powers", 1, 800}, {"add", 2, 0}, {"sum", 2, 0}});
+  EXPECT_EQ(tape.summary().nodes, tape.live_nodes());
+  std::ostringstream text;
+  text << tape.summary();
+  EXPECT_EQ(text.str(),
+            "op         nodes     saved bytes\n"
+            "mul            3            2408\n"
+            "powers         1             800\n"
+            "add            2               0\n"
+            "sum            2               0\n"
+            "total          8            3208\n");
+  tape.backward(part, {.seed = Tensor::zeros({100}, f64)});
+  check_rows(tape.summary(), {{"mul", 2, 3 * 800}, {"powers", 1, 800}, {"add", 2, 0}, {"sum", 2, 0}});
+  const Variable y2 = recompute([](const Variable& v) { return mul(v, mul(v, v)); }, y);
+  EXPECT_EQ(tape.summary().nodes, 8);
+  EXPECT_EQ(tape.summary().bytes, 4 * 800);  // recompute keeps y alone
+  tape.backward({y2}, {y2.value()});
+  EXPECT_THROW(tape.backward(loss), Error);  // part is gone
+}
+
+// Counting does not touch what is counted.
+TEST(Tape, SummaryLeavesTheTapeAsItWas) {
+  const Variable x = leaf({2});
+  const int64_t before = memory_stats().live_blocks;
+  {
+    Tape tape;
+    const Variable y = mul(x, x);
+    const int64_t blocks = memory_stats().live_blocks;
+    EXPECT_EQ(tape.summary().bytes, 8);
+    EXPECT_EQ(memory_stats().live_blocks, blocks);
+    tape.backward(y);
+    EXPECT_EQ(tape.summary().rows.size(), 0u);
+    EXPECT_EQ(tape.recorded_nodes(), 1);
+  }
+  EXPECT_EQ(x.grad().item(), 4);
+  Variable(x).zero_grad();
+  EXPECT_EQ(memory_stats().live_blocks, before);
+}
+
+TEST(Tape, BackwardIsProfiled) {
+  const Variable x(randn({3, 4}, 0, 1, f64), true);
+  Profiler profiler;
+  {
+    Tape tape;
+    const Variable y = mul(x, x);
+    tape.backward(sum(add(y, recompute([](const Variable& v) { return mul(v, v); }, y))));
+  }
+  const ProfileSummary summary = profiler.summary();
+  EXPECT_EQ(summary.row("mul", ScopeKind::backward).calls, 2);
+  EXPECT_EQ(summary.row("recompute", ScopeKind::backward).calls, 1);
+  EXPECT_EQ(summary.row("sum", ScopeKind::backward).calls, 1);
+  EXPECT_EQ(summary.row("backward", ScopeKind::user).calls, 2);  // one inside recompute
+  for (const ProfileEvent& event : profiler.events())
+    if (event.kind == ScopeKind::backward) {
+      EXPECT_EQ(event.shapes, event.name == "sum" ? "f64 []" : "f64 [3, 4]");
+    }
+  // The kernels that add up gradients run inside.
+  EXPECT_GT(summary.row("add_into").bytes, 0);
+  EXPECT_GE(summary.row("backward", ScopeKind::user).bytes, summary.row("add_into").bytes);
 }
 
 // --------------------------------------------------------------------------------------------- recompute

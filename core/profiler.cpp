@@ -1,0 +1,289 @@
+#include "torus/core/profiler.h"
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <iomanip>
+#include <locale>
+#include <map>
+#include <mutex>
+#include <sstream>
+
+#include "torus/core/error.h"
+#include "torus/core/tensor.h"
+
+namespace torus {
+
+std::atomic<int> detail::scope_listeners{0};
+
+namespace {
+
+// Never destroyed: a thread may close a scope while static variables are taken down.
+struct Shared {
+  std::mutex mutex;
+  Profiler* active = nullptr;
+  std::vector<std::string> tracks;
+};
+Shared& shared() {
+  static auto* instance = new Shared;
+  return *instance;
+}
+
+// Tells the scopes of one profiler from those that an earlier one left open; 0 while none records.
+std::atomic<uint64_t> session{0};
+
+struct OpenScope {
+  uint64_t session;
+  ProfileEvent event;
+};
+thread_local std::vector<OpenScope> open;
+
+int track_of_this_thread() {
+  thread_local const int track = [] {
+    std::lock_guard lock(shared().mutex);
+    shared().tracks.push_back("thread " + std::to_string(shared().tracks.size()));
+    return static_cast<int>(shared().tracks.size()) - 1;
+  }();
+  return track;
+}
+
+double rate(double amount, double seconds) { return seconds > 0 ? amount / seconds / 1e9 : 0; }
+
+std::string escaped(const std::string& text) {
+  std::ostringstream out;
+  for (const char c : text) {
+    if (c == '"' || c == '\\')
+      out << '\\' << c;
+    else if (static_cast<unsigned char>(c) < 0x20)
+      out << "\\u" << std::hex << std::setw(4) << std::setfill('0') << static_cast<int>(c) << std::dec;
+    else
+      out << c;
+  }
+  return out.str();
+}
+
+}  // namespace
+
+const char* name(ScopeKind kind) {
+  constexpr const char* names[] = {"user", "kernel", "backward", "device"};
+  return names[static_cast<int>(kind)];
+}
+
+int64_t profile_clock() {
+  using namespace std::chrono;
+  return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+int profile_track(const std::string& name) {
+  auto& [mutex, active, tracks] = shared();
+  std::lock_guard lock(mutex);
+  const auto found = std::find(tracks.begin(), tracks.end(), name);
+  if (found != tracks.end()) return static_cast<int>(found - tracks.begin());
+  tracks.push_back(name);
+  return static_cast<int>(tracks.size()) - 1;
+}
+
+void add_profile_event(ProfileEvent event) {
+  std::lock_guard lock(shared().mutex);
+  if (shared().active) shared().active->events_.push_back(std::move(event));
+}
+
+// ------------------------------------------------------------------------------------------------- scopes
+
+void ProfileScope::open(const char* name, ScopeKind kind) {
+  OpenScope& scope = torus::open.emplace_back();
+  scope.session = session.load(std::memory_order_relaxed);
+  scope.event.name = name;
+  scope.event.kind = kind;
+  depth_ = torus::open.size();
+  scope.event.start = profile_clock();
+}
+
+void ProfileScope::close() {
+  auto& scopes = torus::open;
+  const int64_t now = profile_clock();
+  if (depth_ > scopes.size()) return;  // one that it should have outlived is gone already, and took it along
+  OpenScope scope = std::move(scopes[depth_ - 1]);
+  scopes.resize(depth_ - 1);
+  ProfileEvent& event = scope.event;
+  event.end = now;
+  if (!scopes.empty()) {
+    ProfileEvent& outer = scopes.back().event;
+    outer.inside += event.end - event.start;
+    outer.flops += event.flops;
+    outer.bytes += event.bytes;
+  }
+  if (scope.session == 0 || scope.session != session.load(std::memory_order_relaxed)) return;
+  event.track = track_of_this_thread();
+  event.live_bytes = memory_stats(event.device).live_bytes;
+  add_profile_event(std::move(event));
+}
+
+void ProfileScope::show(const Tensor& tensor) {
+  if (depth_ == 0 || depth_ > torus::open.size() || !tensor.defined()) return;
+  ProfileEvent& event = torus::open[depth_ - 1].event;
+  event.device = tensor.device();
+  std::string& text = event.shapes;
+  text += std::string(text.empty() ? "" : ", ") + torus::name(tensor.dtype()) + " [";
+  for (int axis = 0; axis < tensor.dim(); ++axis)
+    text += (axis ? ", " : "") + std::to_string(tensor.size(axis));
+  text += ']';
+}
+
+void ProfileScope::add(const Tensor& tensor) {
+  if (depth_ == 0 || depth_ > torus::open.size() || !tensor.defined()) return;
+  show(tensor);
+  double elements = 1;
+  for (int axis = 0; axis < tensor.dim(); ++axis)
+    if (tensor.strides()[axis] != 0 || tensor.size(axis) == 0)
+      elements *= static_cast<double>(tensor.size(axis));
+  torus::open[depth_ - 1].event.bytes += elements * static_cast<double>(size_of(tensor.dtype()));
+}
+
+void ProfileScope::add_flops(double flops) {
+  if (depth_ > 0 && depth_ <= torus::open.size()) torus::open[depth_ - 1].event.flops += flops;
+}
+
+std::string detail::open_scopes() {
+  std::string path;
+  for (const OpenScope& scope : open)
+    if (scope.event.kind == ScopeKind::user) path += (path.empty() ? "" : "/") + scope.event.name;
+  return path;
+}
+
+// ----------------------------------------------------------------------------------------------- Profiler
+
+Profiler::Profiler() {
+  static uint64_t sessions = 0;
+  std::lock_guard lock(shared().mutex);
+  check(!shared().active, Error::Kind::Value, "[profiler] expected one profiler at a time, got a second");
+  shared().active = this;
+  session = ++sessions;
+  ++detail::scope_listeners;
+}
+
+Profiler::~Profiler() { stop(); }
+
+void Profiler::stop() {
+  std::lock_guard lock(shared().mutex);
+  if (shared().active != this) return;
+  shared().active = nullptr;
+  session = 0;
+  --detail::scope_listeners;
+}
+
+std::vector<ProfileEvent> Profiler::events() const {
+  std::lock_guard lock(shared().mutex);
+  return events_;
+}
+
+ProfileSummary Profiler::summary() const {
+  std::map<std::pair<std::string, ScopeKind>, ProfileSummary::Row> rows;
+  double host = 0, device = 0;
+  for (const ProfileEvent& event : events()) {
+    ProfileSummary::Row& row = rows[{event.name, event.kind}];
+    const double seconds = static_cast<double>(event.end - event.start) / 1e9,
+                 own = static_cast<double>(event.end - event.start - event.inside) / 1e9;
+    row.name = event.name;
+    row.kind = event.kind;
+    ++row.calls;
+    row.seconds += seconds;
+    row.own_seconds += own;
+    row.flops += event.flops;
+    row.bytes += event.bytes;
+    (event.kind == ScopeKind::device ? device : host) += own;
+  }
+  ProfileSummary summary;
+  for (auto& [key, row] : rows) {
+    const double all = row.kind == ScopeKind::device ? device : host;
+    row.share = all > 0 ? row.own_seconds / all : 0;
+    summary.rows.push_back(std::move(row));
+  }
+  std::stable_sort(summary.rows.begin(), summary.rows.end(),
+                   [](const auto& a, const auto& b) { return a.own_seconds > b.own_seconds; });
+  return summary;
+}
+
+const ProfileSummary::Row& ProfileSummary::row(const std::string& name, ScopeKind kind) const {
+  for (const Row& row : rows)
+    if (row.name == name && row.kind == kind) return row;
+  fail(Error::Kind::Value, "[profiler] nothing of kind ", torus::name(kind), " is named \"", name, "\"");
+}
+
+std::ostream& operator<<(std::ostream& out, const ProfileSummary& summary) {
+  size_t width = 4;
+  for (const auto& row : summary.rows) width = std::max(width, row.name.size());
+  std::ostringstream text;  // its own flags and locale
+  text.imbue(std::locale::classic());
+  text << std::fixed << std::left << std::setw(static_cast<int>(width)) << "name" << std::right
+       << "  kind         calls    total ms     mean us  share %   GFLOP/s      GB/s\n";
+  for (const auto& row : summary.rows) {
+    text << std::left << std::setw(static_cast<int>(width)) << row.name << "  " << std::setw(8)
+         << name(row.kind) << std::right << std::setw(10) << row.calls << std::setprecision(3)
+         << std::setw(12) << row.seconds * 1e3 << std::setprecision(1) << std::setw(12)
+         << row.seconds * 1e6 / static_cast<double>(row.calls) << std::setw(9) << row.share * 100;
+    for (const double amount : {row.flops, row.bytes}) {
+      text << std::setw(10);
+      if (amount > 0)
+        text << rate(amount, row.seconds);
+      else
+        text << "";
+    }
+    text << '\n';
+  }
+  return out << text.str();
+}
+
+void Profiler::write_trace(const std::string& path) const {
+  std::vector<ProfileEvent> all = events();
+  std::vector<std::string> tracks;
+  {
+    std::lock_guard lock(shared().mutex);
+    tracks = shared().tracks;
+  }
+  std::ofstream out(path);
+  check(out.good(), Error::Kind::File, "[profiler] cannot write ", path);
+  out.imbue(std::locale::classic());
+  out << std::fixed << std::setprecision(3);
+  int64_t origin = all.empty() ? 0 : all.front().start;
+  std::map<int, bool> used;
+  for (const ProfileEvent& event : all) origin = std::min(origin, event.start), used[event.track] = true;
+  const auto microseconds = [](int64_t ns) { return static_cast<double>(ns) / 1e3; };
+
+  out << "{\"displayTimeUnit\": \"ms\", \"traceEvents\": [\n"
+      << R"({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "torus"}})";
+  for (const auto& [track, _] : used)
+    out << ",\n{\"ph\": \"M\", \"pid\": 1, \"tid\": " << track
+        << R"(, "name": "thread_name", "args": {"name": ")" << escaped(tracks.at(static_cast<size_t>(track)))
+        << "\"}}";
+  for (const ProfileEvent& event : all) {
+    const double seconds = static_cast<double>(event.end - event.start) / 1e9;
+    out << ",\n{\"ph\": \"X\", \"pid\": 1, \"tid\": " << event.track
+        << ", \"ts\": " << microseconds(event.start - origin)
+        << ", \"dur\": " << microseconds(event.end - event.start) << ", \"cat\": \"" << name(event.kind)
+        << "\", \"name\": \"" << escaped(event.name) << (event.kind == ScopeKind::backward ? " backward" : "")
+        << "\", \"args\": {\"shapes\": \"" << escaped(event.shapes) << '"';
+    out << std::setprecision(0);
+    if (event.flops > 0) out << ", \"FLOP\": " << event.flops;
+    if (event.bytes > 0) out << ", \"bytes\": " << event.bytes;
+    out << std::setprecision(3);
+    if (event.flops > 0) out << ", \"GFLOP/s\": " << rate(event.flops, seconds);
+    if (event.bytes > 0) out << ", \"GB/s\": " << rate(event.bytes, seconds);
+    out << "}}";
+  }
+  std::stable_sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.end < b.end; });
+  std::map<std::pair<DeviceKind, int>, int64_t> shown;
+  for (const ProfileEvent& event : all) {
+    int64_t& last = shown.insert({{event.device.kind, event.device.index}, -1}).first->second;
+    if (event.live_bytes < 0 || event.live_bytes == last) continue;
+    last = event.live_bytes;
+    out << ",\n{\"ph\": \"C\", \"pid\": 1, \"name\": \"memory " << event.device
+        << "\", \"ts\": " << microseconds(event.end - origin) << ", \"args\": {\"live bytes\": " << last
+        << "}}";
+  }
+  out << "\n]}\n";
+  out.close();
+  check(out.good(), Error::Kind::File, "[profiler] cannot write ", path);
+}
+
+}  // namespace torus
