@@ -5,8 +5,6 @@ namespace torus {
 
 namespace {
 
-using TernaryKernel = Kernel<void(Tensor&, const Tensor&, const Tensor&, const Tensor&)>;
-
 const BinaryKernel add_kernel{"add", map<[](auto a, auto b) { return a + b; }>};
 const BinaryKernel sub_kernel{"sub", map<[](auto a, auto b) { return a - b; }>};
 const BinaryKernel mul_kernel{"mul", map<[](auto a, auto b) { return a * b; }>};
@@ -36,21 +34,6 @@ const Kernel<void(Tensor&, const Tensor&, const Tensor&, double)> scalar_div_bac
       map_elements(
           dx, [a](auto g, auto b) { return -g * (decltype(b)(a) / b / b); }, dy, x);
     }};
-
-// Both operands, stretched to their common shape.
-struct Operands {
-  Tensor a, b;
-};
-
-Operands broadcast(const char* op, const Variable& a, const Variable& b) {
-  check_floating(op, a);
-  check(a.dtype() == b.dtype(), Error::Kind::DType, "[", op, "] expected one dtype, got ", a.dtype(), " and ",
-        b.dtype());
-  check(a.device() == b.device(), Error::Kind::Device, "[", op, "] expected one device, got ", a.device(),
-        " and ", b.device());
-  const Shape shape = broadcast_shapes(op, a.shape(), b.shape());
-  return {a.value().expand(shape), b.value().expand(shape)};
-}
 
 // x + b, whose derivative is 1.
 Variable shift(const char* op, const Variable& x, double b) {

@@ -20,7 +20,7 @@ int64_t count_targets(const Tensor& targets, int64_t ignore_index) {
 // All tensors are contiguous: logits [N, V], targets [N]. statistics [N, 2] gets the largest logit of each
 // row and the sum of exp(logit - largest): unlike their lse, they keep full accuracy when logits are large.
 void cross_entropy_forward_cpu(Tensor& loss, Tensor& statistics, const Tensor& logits, const Tensor& targets,
-                               int64_t ignore_index) {
+                               int64_t ignore_index, double smoothing) {
   const int64_t rows = logits.size(0), n = logits.size(1);
   const int64_t* const target = targets.data<int64_t>();
   for (int64_t row = 0; row < rows; ++row)
@@ -44,9 +44,15 @@ void cross_entropy_forward_cpu(Tensor& loss, Tensor& statistics, const Tensor& l
         for (int64_t i = 0; i < n; ++i) sum += vmath::exp(C(from[i]) - largest);
         statistics_data[2 * row] = largest;
         statistics_data[2 * row + 1] = sum;
-        losses[static_cast<size_t>(row)] =
-            std::log(static_cast<double>(sum)) +
-            (static_cast<double>(largest) - static_cast<double>(C(from[target[row]])));
+        // How far the target, or the smoothed mean of all classes, is below the largest.
+        double below = static_cast<double>(largest) - static_cast<double>(C(from[target[row]]));
+        if (smoothing > 0) {
+          C total = 0;
+#pragma omp simd reduction(+ : total)
+          for (int64_t i = 0; i < n; ++i) total += largest - C(from[i]);
+          below = (1 - smoothing) * below + smoothing * (static_cast<double>(total) / static_cast<double>(n));
+        }
+        losses[static_cast<size_t>(row)] = std::log(static_cast<double>(sum)) + below;
       }
     });
     double total = 0;
@@ -56,9 +62,11 @@ void cross_entropy_forward_cpu(Tensor& loss, Tensor& statistics, const Tensor& l
   });
 }
 
-// dlogits = (softmax(logits) - one_hot(target)) * grad / count, 0 in ignored rows.
+// dlogits = (softmax(logits) - (1 - smoothing) * one_hot(target) - smoothing / V) * grad / count, 0 in
+// ignored rows.
 void cross_entropy_backward_cpu(Tensor& dlogits, const Tensor& grad, const Tensor& logits,
-                                const Tensor& targets, const Tensor& statistics, int64_t ignore_index) {
+                                const Tensor& targets, const Tensor& statistics, int64_t ignore_index,
+                                double smoothing) {
   const int64_t rows = logits.size(0), n = logits.size(1);
   const int64_t* const target = targets.data<int64_t>();
   const int64_t count = count_targets(targets, ignore_index);
@@ -68,6 +76,7 @@ void cross_entropy_backward_cpu(Tensor& dlogits, const Tensor& grad, const Tenso
     T* const dx = dlogits.mutable_data<T>();
     const T* const x = logits.data<T>();
     const C* const statistics_data = statistics.data<C>();
+    const C spread = static_cast<C>(smoothing / static_cast<double>(n)), rest = static_cast<C>(1 - smoothing);
     const C weight = static_cast<C>(C(*grad.data<T>()) / static_cast<C>(std::max<int64_t>(count, 1)));
     parallel_for(0, rows, elementwise_grain / (2 * n + 1) + 1, [=](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
@@ -79,22 +88,23 @@ void cross_entropy_backward_cpu(Tensor& dlogits, const Tensor& grad, const Tenso
         const T* from = x + row * n;
         const C largest = statistics_data[2 * row], inverse = 1 / statistics_data[2 * row + 1];
         for (int64_t i = 0; i < n; ++i)
-          to[i] = static_cast<T>(vmath::exp(C(from[i]) - largest) * inverse * weight);
+          to[i] = static_cast<T>((vmath::exp(C(from[i]) - largest) * inverse - spread) * weight);
         const C hit = vmath::exp(C(from[target[row]]) - largest) * inverse;
-        to[target[row]] = static_cast<T>((hit - 1) * weight);
+        to[target[row]] = static_cast<T>((hit - spread - rest) * weight);
       }
     });
   });
 }
 
-const Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, int64_t)> forward_kernel{
+const Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, int64_t, double)> forward_kernel{
     "cross_entropy.forward", cross_entropy_forward_cpu};
-const Kernel<void(Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t)>
+const Kernel<void(Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, double)>
     backward_kernel{"cross_entropy.backward", cross_entropy_backward_cpu};
 
 }  // namespace
 
-Variable cross_entropy(const Variable& logits, const Tensor& targets, int64_t ignore_index) {
+Variable cross_entropy(const Variable& logits, const Tensor& targets, int64_t ignore_index,
+                       double smoothing) {
   check(logits.dim() >= 1 && logits.shape().slice(0, logits.dim() - 1) == targets.shape(), Error::Kind::Shape,
         "[cross_entropy] expected logits [..., V] and targets [...], got ", logits.shape(), " and ",
         targets.shape());
@@ -104,22 +114,24 @@ Variable cross_entropy(const Variable& logits, const Tensor& targets, int64_t ig
         targets.dtype());
   check(targets.device() == logits.device(), Error::Kind::Device, "[cross_entropy] targets must be on ",
         logits.device(), " as logits, got ", targets.device());
+  check(smoothing >= 0 && smoothing < 1, Error::Kind::Value,
+        "[cross_entropy] smoothing must be in [0, 1), got ", smoothing);
   const Tensor flat = as_rows(logits.value()).contiguous();
   const Tensor wanted = targets.contiguous();
   Tensor loss = Tensor::empty({}, logits.dtype(), logits.device());
   Tensor statistics = Tensor::empty({flat.size(0), 2}, logits.dtype() == f64 ? f64 : f32, logits.device());
-  forward_kernel(logits.device(), loss, statistics, flat, wanted, ignore_index);
+  forward_kernel(logits.device(), loss, statistics, flat, wanted, ignore_index, smoothing);
   // Saved: the logits, the targets and two numbers a row, from which the probabilities are made again.
-  return record(
-      "cross_entropy", {logits}, loss,
-      [ignore_index, shape = logits.shape(), saved_logits = Saved(flat), saved_targets = Saved(wanted),
-       saved_statistics = Saved(statistics)](const OutputGrads& grads) -> std::vector<Tensor> {
-        const Tensor& x = saved_logits.get();
-        Tensor dx = Tensor::empty(shape, x.dtype(), x.device());
-        backward_kernel(x.device(), dx, grads[0], x, saved_targets.get(), saved_statistics.get(),
-                        ignore_index);
-        return {dx};
-      });
+  return record("cross_entropy", {logits}, loss,
+                [ignore_index, smoothing, shape = logits.shape(), saved_logits = Saved(flat),
+                 saved_targets = Saved(wanted),
+                 saved_statistics = Saved(statistics)](const OutputGrads& grads) -> std::vector<Tensor> {
+                  const Tensor& x = saved_logits.get();
+                  Tensor dx = Tensor::empty(shape, x.dtype(), x.device());
+                  backward_kernel(x.device(), dx, grads[0], x, saved_targets.get(), saved_statistics.get(),
+                                  ignore_index, smoothing);
+                  return {dx};
+                });
 }
 
 }  // namespace torus

@@ -12,6 +12,7 @@ namespace torus {
 
 using UnaryKernel = Kernel<void(Tensor&, const Tensor&)>;
 using BinaryKernel = Kernel<void(Tensor&, const Tensor&, const Tensor&)>;
+using TernaryKernel = Kernel<void(Tensor&, const Tensor&, const Tensor&, const Tensor&)>;
 using ScalarKernel = Kernel<void(Tensor&, const Tensor&, double)>;
 
 namespace detail {
@@ -77,6 +78,21 @@ void map(Tensor& y, const Inputs&... x) {
 
 inline void check_floating(const char* op, const Variable& x) {
   check(is_floating(x.dtype()), Error::Kind::DType, "[", op, "] expected a floating dtype, got ", x.dtype());
+}
+
+/// Both operands, stretched to their common shape.
+struct Operands {
+  Tensor a, b;
+};
+
+inline Operands broadcast(const char* op, const Variable& a, const Variable& b) {
+  check_floating(op, a);
+  check(a.dtype() == b.dtype(), Error::Kind::DType, "[", op, "] expected one dtype, got ", a.dtype(), " and ",
+        b.dtype());
+  check(a.device() == b.device(), Error::Kind::Device, "[", op, "] expected one device, got ", a.device(),
+        " and ", b.device());
+  const Shape shape = broadcast_shapes(op, a.shape(), b.shape());
+  return {a.value().expand(shape), b.value().expand(shape)};
 }
 
 /// A new tensor like x, filled by `kernel(y, x, rest...)`.

@@ -110,10 +110,10 @@ Variable rms_norm(const Variable& x, const Variable& weight, double eps = 1e-6);
 
 /// Rows of weight [V, C] by indices [...] (i64, each in [0, V)): [..., C].
 Variable embedding(const Variable& weight, const Tensor& indices);
-/// Mean over the targets that are not `ignore_index` of log(sum(exp(logits))) - logits[target]. logits [...,
-/// V], targets [...] i64. Never stores probabilities beside the logits. No target at all gives 0 and zero
-/// gradients. With `smoothing` e in [0, 1), the target's weight 1 becomes 1 - e, and e / V goes to each of
-/// the V classes (Szegedy et al., 2016).
+/// Mean over the targets that are not `ignore_index` of log(sum(exp(logits))) - logits[target]. logits [N, V]
+/// and targets [N], or more leading axes; targets i64. Never stores probabilities beside the logits. No
+/// target at all gives 0 and zero gradients. With `smoothing` e in [0, 1), the weight 1 of the target becomes
+/// 1 - e, and e / V goes to each of the V classes (Szegedy et al., 2016).
 inline constexpr int64_t ignore_none = -100;
 Variable cross_entropy(const Variable& logits, const Tensor& targets, int64_t ignore_index = ignore_none,
                        double smoothing = 0);

@@ -1,3 +1,5 @@
+#include <functional>
+
 #include "torus/autograd/gradcheck.h"
 #include "torus/ops/elementwise.h"
 #include "torus/ops/ops.h"
@@ -38,9 +40,10 @@ Variable sum_axes(const char* op, const Variable& x, const Reduced& shapes, bool
       });
 }
 
-// The largest of each run along `axis` and where it first is; a NaN is larger than any number. value and
-// place have the shape of x with a 1 at `axis`.
-void max_cpu(Tensor& value, Tensor& place, const Tensor& x, int axis) {
+// The first of each run along `axis` that no other one precedes, and where it is; a NaN precedes any number.
+// value and place have the shape of x with a 1 at `axis`.
+template <class Precedes>
+void extreme_cpu(Tensor& value, Tensor& place, const Tensor& x, int axis, Precedes precedes) {
   dispatch_floating(x.dtype(), "max", [&](auto zero) {
     using T = decltype(zero);
     using C = Compute<T>;
@@ -56,7 +59,7 @@ void max_cpu(Tensor& value, Tensor& place, const Tensor& x, int axis) {
                         int64_t first = 0;
                         for (int64_t j = 1; j < length; ++j) {
                           const C candidate = C(run[j * along]);
-                          if (candidate > top || (candidate != candidate && top == top))
+                          if (precedes(candidate, top) || (candidate != candidate && top == top))
                             top = candidate, first = j;
                         }
                         best[offset[0] + i * step[0]] = static_cast<T>(top);
@@ -66,8 +69,15 @@ void max_cpu(Tensor& value, Tensor& place, const Tensor& x, int axis) {
   });
 }
 
-// dx = dy at the place of each maximum, 0 elsewhere. dy and place have a 1 at `axis`.
-void max_backward_cpu(Tensor& dx, const Tensor& dy, const Tensor& place, int axis) {
+void max_cpu(Tensor& value, Tensor& place, const Tensor& x, int axis) {
+  extreme_cpu(value, place, x, axis, std::greater<>());
+}
+void min_cpu(Tensor& value, Tensor& place, const Tensor& x, int axis) {
+  extreme_cpu(value, place, x, axis, std::less<>());
+}
+
+// dx = dy at each place, 0 elsewhere. dy and place have a 1 at `axis`.
+void extreme_backward_cpu(Tensor& dx, const Tensor& dy, const Tensor& place, int axis) {
   dx.fill_(0);
   dispatch_floating(dx.dtype(), "max", [&](auto zero) {
     using T = decltype(zero);
@@ -84,17 +94,64 @@ void max_backward_cpu(Tensor& dx, const Tensor& dy, const Tensor& place, int axi
   });
 }
 
-const Kernel<void(Tensor&, Tensor&, const Tensor&, int)> max_kernel{"max", max_cpu};
-const Kernel<void(Tensor&, const Tensor&, const Tensor&, int)> max_backward_kernel{"max.backward",
-                                                                                   max_backward_cpu};
+using ExtremeKernel = Kernel<void(Tensor&, Tensor&, const Tensor&, int)>;
+const ExtremeKernel max_kernel{"max", max_cpu}, min_kernel{"min", min_cpu};
+const Kernel<void(Tensor&, const Tensor&, const Tensor&, int)> extreme_backward_kernel{"max.backward",
+                                                                                       extreme_backward_cpu};
 
-// 1 at each maximum and 0 elsewhere: changes sign where another element becomes the largest.
+// 1 at each place and 0 elsewhere: changes sign where another element is chosen.
 Tensor chosen(const Tensor& place, const Shape& shape, int axis) {
   Tensor result = Tensor::empty(shape, f64, place.device());
-  max_backward_kernel(place.device(), result, Tensor::full(place.shape(), 1, f64, place.device()), place,
-                      axis);
+  extreme_backward_kernel(place.device(), result, Tensor::full(place.shape(), 1, f64, place.device()), place,
+                          axis);
   return result;
 }
+
+struct Extreme {
+  Tensor value, place;  // with a 1 at the axis
+};
+
+Extreme find_extreme(const char* op, const ExtremeKernel& kernel, const Variable& x, int axis) {
+  check(x.size(axis) > 0, Error::Kind::Shape, "[", op, "] expected at least one element along axis ", axis,
+        ", got shape ", x.shape());
+  Shape shape = x.shape();
+  shape[axis] = 1;
+  Extreme found{Tensor::empty(shape, x.dtype(), x.device()), Tensor::empty(shape, i64, x.device())};
+  kernel(x.device(), found.value, found.place, x.value(), axis);
+  return found;
+}
+
+Variable extreme(const char* op, const ExtremeKernel& kernel, const Variable& x, int axis, bool keep) {
+  check_floating(op, x);
+  axis = checked_axis(op, axis, x.dim());
+  const auto [y, place] = find_extreme(op, kernel, x, axis);
+  if (kinks_wanted()) note_kink(chosen(place, x.shape(), axis));
+  // Saved: where each extreme is.
+  return record(
+      op, {x}, keep ? y : y.squeeze(axis),
+      [axis, keep, shape = x.shape(), saved = Saved(place)](const OutputGrads& grads) -> std::vector<Tensor> {
+        Tensor dx = Tensor::empty(shape, grads[0].dtype(), grads[0].device());
+        extreme_backward_kernel(dx.device(), dx, keep ? grads[0] : grads[0].unsqueeze(axis), saved.get(),
+                                axis);
+        return {dx};
+      });
+}
+
+// Elements that each sum over the axes adds.
+int64_t count_reduced(const Shape& shape, const Reduced& shapes) {
+  int64_t count = 1;
+  for (int axis = 0; axis < shape.dim(); ++axis)
+    if (shapes.kept[axis] != shape[axis]) count *= shape[axis];
+  return count;
+}
+
+const BinaryKernel square_kernel{"var.square",
+                                 map<[](auto x, auto mean) { return (x - mean) * (x - mean); }>};
+const Kernel<void(Tensor&, const Tensor&, const Tensor&, const Tensor&, double)> var_backward_kernel{
+    "var.backward", [](Tensor& dx, const Tensor& dy, const Tensor& x, const Tensor& mean, double scale) {
+      map_elements(
+          dx, [scale](auto g, auto at, auto m) { return g * (decltype(at)(scale) * (at - m)); }, dy, x, mean);
+    }};
 
 }  // namespace
 
@@ -106,31 +163,42 @@ Variable sum(const Variable& x, const std::vector<int>& axes, bool keep) {
 Variable mean(const Variable& x, const std::vector<int>& axes, bool keep) {
   check_floating("mean", x);
   const Reduced shapes = reduced_shapes("mean", x.shape(), axes);
-  int64_t count = 1;
-  for (int axis = 0; axis < x.dim(); ++axis)
-    if (axes.empty() || shapes.kept[axis] != x.size(axis)) count *= x.size(axis);
+  const int64_t count = count_reduced(x.shape(), shapes);
   check(count > 0, Error::Kind::Shape, "[mean] expected at least one element to average, got shape ",
         x.shape());
   return sum_axes("mean", x, shapes, keep, static_cast<double>(count));
 }
 
-Variable max(const Variable& x, int axis, bool keep) {
-  check_floating("max", x);
-  axis = checked_axis("max", axis, x.dim());
-  check(x.size(axis) > 0, Error::Kind::Shape, "[max] expected at least one element along axis ", axis,
-        ", got shape ", x.shape());
-  Shape shape = x.shape();
-  shape[axis] = 1;
-  Tensor y = Tensor::empty(shape, x.dtype(), x.device()), place = Tensor::empty(shape, i64, x.device());
-  max_kernel(x.device(), y, place, x.value(), axis);
-  if (kinks_wanted()) note_kink(chosen(place, x.shape(), axis));
-  // Saved: where each maximum is.
+Variable max(const Variable& x, int axis, bool keep) { return extreme("max", max_kernel, x, axis, keep); }
+Variable min(const Variable& x, int axis, bool keep) { return extreme("min", min_kernel, x, axis, keep); }
+
+Tensor argmax(const Variable& x, int axis, bool keep) {
+  check_floating("argmax", x);
+  axis = checked_axis("argmax", axis, x.dim());
+  const Tensor place = find_extreme("argmax", max_kernel, x, axis).place;
+  return keep ? place : place.squeeze(axis);
+}
+
+Variable var(const Variable& x, const std::vector<int>& axes, bool keep, int64_t correction) {
+  check_floating("var", x);
+  const Reduced shapes = reduced_shapes("var", x.shape(), axes);
+  const int64_t count = count_reduced(x.shape(), shapes);
+  check(correction >= 0 && count > correction, Error::Kind::Shape, "[var] expected 0 <= correction < ", count,
+        " (elements reduced of shape ", x.shape(), "), got ", correction);
+  const auto degrees = static_cast<double>(count - correction);
+  // 16-bit floats are widened: a rounded mean would add its error to every element.
+  const Tensor wide = x.value().to(x.dtype() == f64 ? f64 : f32);
+  const Tensor mean = sum_to(wide, shapes.kept, static_cast<double>(count)).expand(x.shape());
+  const Tensor y = sum_to(mapped(square_kernel, wide, mean), shapes.kept, degrees).to(x.dtype());
+  // Saved: x and the mean.
   return record(
-      "max", {x}, keep ? y : y.squeeze(axis),
-      [axis, keep, shape = x.shape(), place = Saved(place)](const OutputGrads& grads) -> std::vector<Tensor> {
-        Tensor dx = Tensor::empty(shape, grads[0].dtype(), grads[0].device());
-        max_backward_kernel(dx.device(), dx, keep ? grads[0] : grads[0].unsqueeze(axis), place.get(), axis);
-        return {dx};
+      "var", {x}, keep ? y : y.reshape(shapes.dropped),
+      [kept = shapes.kept, degrees, saved_x = Saved(x.value()),
+       saved_mean = Saved(mean)](const OutputGrads& grads) -> std::vector<Tensor> {
+        const Tensor &from = saved_x.get(), &centre = saved_mean.get();
+        const Tensor dy = grads[0].reshape(kept).to(centre.dtype()).expand(from.shape());
+        return {
+            mapped(var_backward_kernel, dy, from.to(centre.dtype()), centre, 2 / degrees).to(from.dtype())};
       });
 }
 

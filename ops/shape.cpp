@@ -70,6 +70,31 @@ Variable cat(const std::vector<Variable>& parts, int axis) {
   });
 }
 
+Variable stack(const std::vector<Variable>& parts, int axis) {
+  check(!parts.empty(), Error::Kind::Shape, "[stack] expected at least one part, got none");
+  const Variable& first = parts[0];
+  axis = checked_axis("stack", axis, first.dim() + 1);
+  Shape shape = first.shape();
+  shape.insert(axis, static_cast<int64_t>(parts.size()));
+  Tensor y = Tensor::empty(shape, first.dtype(), first.device());
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const Variable& part = parts[i];
+    check(part.dtype() == first.dtype(), Error::Kind::DType, "[stack] expected one dtype, got ",
+          first.dtype(), " and ", part.dtype(), " in part ", i);
+    check(part.device() == first.device(), Error::Kind::Device, "[stack] expected one device, got ",
+          first.device(), " and ", part.device(), " in part ", i);
+    check(part.shape() == first.shape(), Error::Kind::Shape, "[stack] expected one shape, got ",
+          first.shape(), " and ", part.shape(), " in part ", i);
+    y.select(axis, static_cast<int64_t>(i)).copy_(part.value());
+  }
+  return record("stack", parts, y, [axis, count = parts.size()](const OutputGrads& grads) {
+    std::vector<Tensor> results(count);
+    for (size_t i = 0; i < count; ++i)
+      if (grads.wants(i)) results[i] = grads[0].select(axis, static_cast<int64_t>(i));
+    return results;
+  });
+}
+
 std::vector<Variable> split(const Variable& x, const std::vector<int64_t>& sizes, int axis) {
   axis = checked_axis("split", axis, x.dim());
   std::vector<int64_t> starts{0};

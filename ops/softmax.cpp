@@ -1,9 +1,8 @@
 #include <array>
 #include <cmath>
 
-#include "torus/core/kernel.h"
-#include "torus/core/strided.h"
 #include "torus/core/vector_math.h"
+#include "torus/ops/elementwise.h"
 #include "torus/ops/ops.h"
 
 namespace torus {
@@ -154,6 +153,67 @@ void softmax_backward_cpu(Tensor& dx, const Tensor& y, const Tensor& g, int axis
   });
 }
 
+// log(sum(exp(x))) of one row; of -inf or inf alone, that.
+template <class T>
+T logsumexp_row(const T* x, int64_t n) {
+  using C = Compute<T>;
+  C largest = -std::numeric_limits<C>::infinity(), sum = 0;
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < n; ++i) largest = C(x[i]) > largest ? C(x[i]) : largest;
+  const C shift = std::isinf(largest) ? C(0) : largest;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += vmath::exp(C(x[i]) - shift);
+  return static_cast<T>(shift + std::log(sum));
+}
+
+template <class T>
+void logsumexp_strip(T* y, const T* x, int64_t length, int64_t stride, int64_t width) {
+  using C = Compute<T>;
+  std::array<C, strip> shift, sum{};
+  shift.fill(-std::numeric_limits<C>::infinity());
+  const auto count = static_cast<size_t>(width);
+  for (int64_t i = 0; i < length; ++i)
+    for (size_t j = 0; j < count; ++j) {
+      const C value = x[i * stride + static_cast<int64_t>(j)];
+      shift[j] = value > shift[j] ? value : shift[j];
+    }
+  for (size_t j = 0; j < count; ++j) shift[j] = std::isinf(shift[j]) ? C(0) : shift[j];
+  for (int64_t i = 0; i < length; ++i)
+    for (size_t j = 0; j < count; ++j)
+      sum[j] += vmath::exp(C(x[i * stride + static_cast<int64_t>(j)]) - shift[j]);
+  for (size_t j = 0; j < count; ++j) y[j] = static_cast<T>(shift[j] + std::log(sum[j]));
+}
+
+// y has the shape of x with a 1 at `axis`; both are contiguous.
+void logsumexp_forward_cpu(Tensor& y, const Tensor& x, int axis) {
+  if (y.numel() == 0) return;
+  if (x.numel() == 0) {
+    y.fill_(-std::numeric_limits<double>::infinity());
+    return;
+  }
+  dispatch_floating(x.dtype(), "logsumexp", [&](auto zero) {
+    using T = decltype(zero);
+    T* to = y.mutable_data<T>();
+    const T* from = x.data<T>();
+    for_each_slice(
+        Slices(x.shape(), axis),
+        [=](int64_t at, int64_t length) { to[at / length] = logsumexp_row(from + at, length); },
+        [=](int64_t at, int64_t length, int64_t stride, int64_t width) {
+          logsumexp_strip(to + at / (length * stride) * stride + at % stride, from + at, length, stride,
+                          width);
+        });
+  });
+}
+
+// dx = dy * exp(x - y), 0 in slices of -inf alone.
+const Kernel<void(Tensor&, const Tensor&, const Tensor&, const Tensor&)> logsumexp_backward_kernel{
+    "logsumexp.backward", map<[](auto dy, auto x, auto y) {
+      using C = decltype(y);
+      return y < std::numeric_limits<C>::lowest() ? C(0) : dy * vmath::exp(x - y);
+    }>};
+
+const Kernel<void(Tensor&, const Tensor&, int)> logsumexp_forward_kernel{"logsumexp.forward",
+                                                                         logsumexp_forward_cpu};
 const Kernel<void(Tensor&, const Tensor&, int, bool)> forward_kernel{"softmax.forward", softmax_forward_cpu};
 const Kernel<void(Tensor&, const Tensor&, const Tensor&, int, bool)> backward_kernel{"softmax.backward",
                                                                                      softmax_backward_cpu};
@@ -176,5 +236,24 @@ Variable softmax_of(const char* op, const Variable& x, int axis, bool logarithm)
 
 Variable softmax(const Variable& x, int axis) { return softmax_of("softmax", x, axis, false); }
 Variable log_softmax(const Variable& x, int axis) { return softmax_of("log_softmax", x, axis, true); }
+
+Variable logsumexp(const Variable& x, int axis, bool keep) {
+  check_floating("logsumexp", x);
+  axis = checked_axis("logsumexp", axis, x.dim());
+  Shape shape = x.shape();
+  shape[axis] = 1;
+  Tensor y = Tensor::empty(shape, x.dtype(), x.device());
+  logsumexp_forward_kernel(x.device(), y, x.value().contiguous(), axis);
+  const Tensor result = keep ? y : y.squeeze(axis);
+  // Saved: x and the result, from which the softmax is made again.
+  return record("logsumexp", {x}, result,
+                [axis, keep, saved_x = Saved(x.value()),
+                 saved_y = Saved(y)](const OutputGrads& grads) -> std::vector<Tensor> {
+                  const Tensor& from = saved_x.get();
+                  const Tensor dy = keep ? grads[0] : grads[0].unsqueeze(axis);
+                  return {mapped(logsumexp_backward_kernel, dy.expand(from.shape()), from,
+                                 saved_y.get().expand(from.shape()))};
+                });
+}
 
 }  // namespace torus

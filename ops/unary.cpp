@@ -47,6 +47,18 @@ const Function tanh_function{"tanh",
                              Saves::y,
                              {"tanh.backward", map<[](auto dy, auto y) { return dy * (1 - y * y); }>}};
 
+const Function abs_function{
+    "abs",
+    {"abs", map<[](auto x) { return std::abs(x); }>},
+    Saves::x,
+    {"abs.backward", map<[](auto dy, auto x) { return x == 0 ? decltype(x)(0) : (x < 0 ? -dy : dy); }>}};
+
+const Function sigmoid_function{
+    "sigmoid",
+    {"sigmoid", map<[](auto x) { return vmath::sigmoid(x); }>},
+    Saves::x,
+    {"sigmoid.backward", map<[](auto dy, auto x) { return dy * vmath::sigmoid_and_slope(x).slope; }>}};
+
 // The comparisons keep a NaN.
 const Function relu_function{
     "relu",
@@ -99,6 +111,12 @@ Variable exp(const Variable& x) { return apply(exp_function, x); }
 Variable log(const Variable& x) { return apply(log_function, x); }
 Variable sqrt(const Variable& x) { return apply(sqrt_function, x); }
 Variable tanh(const Variable& x) { return apply(tanh_function, x); }
+Variable sigmoid(const Variable& x) { return apply(sigmoid_function, x); }
+
+Variable abs(const Variable& x) {
+  note_kink(x.value());
+  return apply(abs_function, x);
+}
 
 Variable relu(const Variable& x) {
   note_kink(x.value());

@@ -1,6 +1,8 @@
 #include "ops/op_table.h"
 
 #include <algorithm>
+#include <array>
+#include <limits>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -8,6 +10,8 @@
 namespace torus::testing {
 
 namespace {
+
+constexpr double infinity = std::numeric_limits<double>::infinity();
 
 // ------------------------------------------------------------------------------------- references, plain
 // loops
@@ -34,14 +38,6 @@ auto unary(double (*f)(double)) {
 }
 auto binary(double (*f)(double, double)) {
   return [f](const Arrays& in) { return broadcast_map(in, [f](const auto& x) { return f(x[0], x[1]); }); };
-}
-
-// y at each index of `shape` is x at source(index).
-template <class F>
-Arrays gather(const Array& x, const Shape& shape, F source) {
-  Array y(shape);
-  for_each_index(shape, [&](const Index& i) { y.at(i) = x.at(source(i)); });
-  return {y};
 }
 
 // f(values along the axes, in order) for each index of the others; no axes means all.
@@ -105,6 +101,23 @@ double total(const std::vector<double>& x) {
 }
 double average(const std::vector<double>& x) { return total(x) / static_cast<double>(x.size()); }
 double largest(const std::vector<double>& x) { return *std::max_element(x.begin(), x.end()); }
+double smallest(const std::vector<double>& x) { return *std::min_element(x.begin(), x.end()); }
+double squares_about_mean(const std::vector<double>& x) {
+  const double mean = average(x);
+  double sum = 0;
+  for (double v : x) sum += (v - mean) * (v - mean);
+  return sum;
+}
+double variance(const std::vector<double>& x) {
+  return squares_about_mean(x) / static_cast<double>(x.size() - 1);
+}
+double variance_of_all(const std::vector<double>& x) {
+  return squares_about_mean(x) / static_cast<double>(x.size());
+}
+std::vector<double> running_sums(std::vector<double> x) {
+  for (size_t i = 1; i < x.size(); ++i) x[i] += x[i - 1];
+  return x;
+}
 
 double gelu_exact(double x) { return 0.5 * x * std::erfc(-x / std::sqrt(2.0)); }
 double gelu_tanh(double x) {
@@ -179,19 +192,14 @@ Arrays rms_norm_reference(const Arrays& in) {
 // ------------------------------------------------------------------------------ arguments that are not
 // Variables
 
-// True at about a third of the places, of the last axis alone.
-Tensor mask_for(const Variable& x) {
-  Tensor mask = Tensor::zeros(x.dim() ? Shape{x.size(-1)} : Shape{}, boolean);
+// True at about a third of the places.
+Tensor mask_of(const Shape& shape) {
+  Tensor mask = Tensor::zeros(shape, boolean);
   for (int64_t i = 0; i < mask.numel(); i += 3) mask.mutable_data<bool>()[i] = true;
   return mask;
 }
-
-// Of `shape`, spread over [0, bound), with repeats.
-Tensor indices_for(const Shape& shape, int64_t bound) {
-  Tensor result = Tensor::empty(shape, i64);
-  for (int64_t i = 0; i < shape.numel(); ++i) result.mutable_data<int64_t>()[i] = (i * i + 3 * i + 1) % bound;
-  return result;
-}
+// Of the last axis alone.
+Tensor mask_for(const Variable& x) { return mask_of(x.dim() ? Shape{x.size(-1)} : Shape{}); }
 
 constexpr int64_t ignored = -1;
 Tensor targets_for(const Shape& logits) {
@@ -200,7 +208,8 @@ Tensor targets_for(const Shape& logits) {
   return targets;
 }
 
-Arrays cross_entropy_reference(const Arrays& in) {
+// With the weight of each class in the loss of a row.
+Arrays cross_entropy_with(const Arrays& in, double of_target, double of_all) {
   const auto targets = targets_for(in[0].shape).to_vector<int64_t>();
   const auto width = static_cast<size_t>(in[0].shape.back());
   std::vector<double> losses;
@@ -208,7 +217,9 @@ Arrays cross_entropy_reference(const Arrays& in) {
     if (targets[row] == ignored) continue;
     const auto first = in[0].values.begin() + static_cast<ptrdiff_t>(row * width);
     const std::vector<double> logits(first, first + static_cast<ptrdiff_t>(width));
-    losses.push_back(log_sum_exp(logits) - logits[static_cast<size_t>(targets[row])]);
+    const double lse = log_sum_exp(logits);
+    losses.push_back(of_target * (lse - logits[static_cast<size_t>(targets[row])]) +
+                     of_all * (lse - average(logits)));
   }
   Array y{Shape{}};
   y.values[0] = losses.empty() ? 0 : average(losses);
@@ -220,7 +231,7 @@ Shape embedding_indices(const Shape& weight) { return {2, weight[0]}; }
 Arrays embedding_reference(const Arrays& in) {
   const Shape shape = embedding_indices(in[0].shape);
   const auto indices = indices_for(shape, in[0].shape[0]).to_vector<int64_t>();
-  return gather(in[0], {shape[0], shape[1], in[0].shape[1]}, [&](const Index& i) {
+  return taken(in[0], {shape[0], shape[1], in[0].shape[1]}, [&](const Index& i) {
     return Index{indices[static_cast<size_t>(i[0] * shape[1] + i[1])], i[2]};
   });
 }
@@ -239,6 +250,12 @@ Arrays dropout_reference(const Arrays& in) {
 }
 
 }  // namespace
+
+Tensor indices_for(const Shape& shape, int64_t bound) {
+  Tensor result = Tensor::empty(shape, i64);
+  for (int64_t i = 0; i < shape.numel(); ++i) result.mutable_data<int64_t>()[i] = (i * i + 3 * i + 1) % bound;
+  return result;
+}
 
 std::vector<Row> op_table() {
   using Cases = std::vector<std::vector<Shape>>;
@@ -293,7 +310,61 @@ std::vector<Row> op_table() {
            },
            one, one_large, 0.5, 2});
 
+  constexpr std::array exponents{2.0, 3.0, -1.0, 0.5, -0.5, 1.7, 1.0, 0.0};
+  add_row({"pow_scalar",
+           [=](auto& x) {
+             Variables result;
+             for (double p : exponents) result.push_back(pow(x[0], p));
+             return result;
+           },
+           [=](const Arrays& in) {
+             Arrays result;
+             for (double p : exponents)
+               result.push_back(broadcast_map(in, [p](const auto& x) { return std::pow(x[0], p); })[0]);
+             return result;
+           },
+           one, one_large, 0.4, 2});
+  add_row({"pow_tensor", [](auto& x) { return Variables{pow(x[0], x[1])}; },
+           binary([](double a, double b) { return std::pow(a, b); }), two, two_large, 0.4, 2});
+
   // Elementwise functions.
+  add_row({"abs", [](auto& x) { return Variables{abs(x[0])}; },
+           unary([](double x) { return x < 0 ? -x : x; }), one, one_large});
+  add_row({"sigmoid", [](auto& x) { return Variables{sigmoid(x[0])}; },
+           unary([](double x) { return 1 / (1 + std::exp(-x)); }), one, one_large, -6, 6});
+  add_row(
+      {"clamp",
+       [](auto& x) {
+         return Variables{clamp(x[0], -0.75, 1.125), clamp(x[0], 0.5, infinity), clamp(x[0], -infinity, 0.5)};
+       },
+       [](const Arrays& in) {
+         Arrays result;
+         for (auto f :
+              {+[](double x) { return std::min(std::max(x, -0.75), 1.125); },
+               +[](double x) { return std::max(x, 0.5); }, +[](double x) { return std::min(x, 0.5); }})
+           result.push_back(unary(f)(in)[0]);
+         return result;
+       },
+       one, one_large});
+  add_row({"where",
+           [](auto& x) {
+             const Shape shape = broadcast_shapes("where", x[0].shape(), x[1].shape());
+             return Variables{where(mask_of(shape), x[0], x[1]), where(mask_for(x[1]), x[0], x[1])};
+           },
+           [](const Arrays& in) {
+             Arrays result;
+             for (bool full : {true, false}) {
+               Array y = broadcast_map(in, [](const auto& x) { return x[0]; })[0];
+               const Shape last{in[1].shape.dim() ? in[1].shape.back() : 1};
+               const Array choice(full ? mask_of(y.shape) : mask_of(last));
+               for_each_index(y.shape, [&](const Index& i) {
+                 if (choice.at(full || !i.empty() ? i : Index{0}) == 0) y.at(i) = in[1].at(i);
+               });
+               result.push_back(y);
+             }
+             return result;
+           },
+           two, two_large});
   add_row({"exp", [](auto& x) { return Variables{exp(x[0])}; }, unary(std::exp), one, one_large});
   add_row({"log", [](auto& x) { return Variables{log(x[0])}; }, unary(std::log), one, one_large, 0.2, 4});
   add_row({"sqrt", [](auto& x) { return Variables{sqrt(x[0])}; }, unary(std::sqrt), one, one_large, 0.2, 4});
@@ -362,6 +433,10 @@ std::vector<Row> op_table() {
              reduction(axes, keep, total), with_empty, reduced_large});
     add_row({"mean_" + suffix, [=](auto& x) { return Variables{mean(x[0], axes, keep)}; },
              reduction(axes, keep, average), reduced, reduced_large});
+    add_row({"var_" + suffix, [=](auto& x) { return Variables{var(x[0], axes, keep)}; },
+             reduction(axes, keep, variance), Cases{{{2, 3, 4}}, {{5, 2, 3}}, {{2, 70, 3}}}, reduced_large});
+    add_row({"var_of_all_" + suffix, [=](auto& x) { return Variables{var(x[0], axes, keep, 0)}; },
+             reduction(axes, keep, variance_of_all), reduced, reduced_large});
   }
   for (const auto& [suffix, axis, keep] : std::vector<std::tuple<std::string, int, bool>>{
            {"first", 0, false}, {"middle", 1, true}, {"last", -1, false}}) {
@@ -369,6 +444,10 @@ std::vector<Row> op_table() {
     with_empty.push_back({axis == 0 ? Shape{3, 0, 2} : Shape{0, 3, 2}});
     add_row({"max_" + suffix, [=](auto& x) { return Variables{max(x[0], axis, keep)}; },
              reduction({axis}, keep, largest), with_empty, reduced_large});
+    add_row({"min_" + suffix, [=](auto& x) { return Variables{min(x[0], axis, keep)}; },
+             reduction({axis}, keep, smallest), with_empty, reduced_large});
+    add_row({"logsumexp_" + suffix, [=](auto& x) { return Variables{logsumexp(x[0], axis, keep)}; },
+             reduction({axis}, keep, log_sum_exp), with_empty, reduced_large});
   }
 
   // Along one axis.
@@ -379,6 +458,8 @@ std::vector<Row> op_table() {
              [=](const Arrays& in) { return map_lines(in[0], axis, softmax_line); }, lines, lines_large});
     add_row({"log_softmax_" + suffix, [=](auto& x) { return Variables{log_softmax(x[0], axis)}; },
              [=](const Arrays& in) { return map_lines(in[0], axis, log_softmax_line); }, lines, lines_large});
+    add_row({"cumsum_" + suffix, [=](auto& x) { return Variables{cumsum(x[0], axis)}; },
+             [=](const Arrays& in) { return map_lines(in[0], axis, running_sums); }, lines, lines_large});
   }
   add_row({"layer_norm",
            [](auto& x) { return Variables{layer_norm(x[0], x[1])}; },
@@ -410,7 +491,12 @@ std::vector<Row> op_table() {
            {{300, 90}}});
   add_row({"cross_entropy",
            [](auto& x) { return Variables{cross_entropy(x[0], targets_for(x[0].shape()), ignored)}; },
-           cross_entropy_reference,
+           [](const Arrays& in) { return cross_entropy_with(in, 1, 0); },
+           Cases{{{5, 7}}, {{2, 3, 4}}, {{6}}, {{1, 1}}, {{0, 4}}},
+           {{12, 110, 37}}});
+  add_row({"cross_entropy_smoothed",
+           [](auto& x) { return Variables{cross_entropy(x[0], targets_for(x[0].shape()), ignored, 0.2)}; },
+           [](const Arrays& in) { return cross_entropy_with(in, 0.8, 0.2); },
            Cases{{{5, 7}}, {{2, 3, 4}}, {{6}}, {{1, 1}}, {{0, 4}}},
            {{12, 110, 37}}});
 
@@ -429,7 +515,7 @@ std::vector<Row> op_table() {
            [](const Arrays& in) {
              Shape shape = in[0].shape;
              std::swap(shape[0], shape[-1]);
-             return gather(in[0], shape, [](Index i) {
+             return taken(in[0], shape, [](Index i) {
                std::swap(i.front(), i.back());
                return i;
              });
@@ -441,14 +527,14 @@ std::vector<Row> op_table() {
            },
            [](const Arrays& in) {
              const Shape& s = in[0].shape;
-             return gather(in[0], {s[2], s[0], s[1]}, [](const Index& i) { return Index{i[1], i[2], i[0]}; });
+             return taken(in[0], {s[2], s[0], s[1]}, [](const Index& i) { return Index{i[1], i[2], i[0]}; });
            },
            Cases{{{2, 3, 4}}, {{1, 1, 1}}, {{0, 2, 3}}}, lines_large});
   add_row({"slice", [](auto& x) { return Variables{slice(x[0], 1, 1, x[0].size(1), 2)}; },
            [](const Arrays& in) {
              Shape shape = in[0].shape;
              shape[1] = shape[1] / 2;
-             return gather(in[0], shape, [](Index i) {
+             return taken(in[0], shape, [](Index i) {
                i[1] = 1 + 2 * i[1];
                return i;
              });
@@ -459,7 +545,7 @@ std::vector<Row> op_table() {
              return Variables{expand(x[0], {2, x[0].size(0), 4})};
            },
            [](const Arrays& in) {
-             return gather(in[0], {2, in[0].shape[0], 4}, [](const Index& i) { return Index{i[1], i[2]}; });
+             return taken(in[0], {2, in[0].shape[0], 4}, [](const Index& i) { return Index{i[1], i[2]}; });
            },
            Cases{{{3, 1}}, {{2, 4}}, {{1, 1}}, {{0, 1}}},
            {{5000, 4}}});
@@ -482,6 +568,31 @@ std::vector<Row> op_table() {
                  {{1, 1}, {1, 1}, {1, 1}},
                  {{0, 2}, {0, 1}, {0, 3}}},
            {{150, 107}, {150, 90}, {150, 110}}});
+  add_row({"stack",
+           [](auto& x) {
+             return Variables{stack({x[0], x[1], x[0]}, 1), stack(x, -1)};
+           },
+           [](const Arrays& in) {
+             Shape second = in[0].shape, last = second;
+             second.insert(1, 3);
+             last.push_back(2);
+             Array y(second), z(last);
+             for_each_index(second, [&](Index i) {
+               const Array& part = in[i[1] == 1 ? 1 : 0];
+               double& to = y.at(i);
+               i.erase(i.begin() + 1);
+               to = part.at(i);
+             });
+             for_each_index(last, [&](Index i) {
+               const Array& part = in[static_cast<size_t>(i.back())];
+               double& to = z.at(i);
+               i.pop_back();
+               to = part.at(i);
+             });
+             return Arrays{y, z};
+           },
+           Cases{{{2, 3}, {2, 3}}, {{2, 3, 2}, {2, 3, 2}}, {{4}, {4}}, {{1, 1}, {1, 1}}, {{0, 2}, {0, 2}}},
+           {{150, 107}, {150, 107}}});
   add_row({"split",
            [](auto& x) {
              return split(x[0], {1, 0, x[0].size(-1) - 1}, -1);
@@ -492,7 +603,7 @@ std::vector<Row> op_table() {
              for (int64_t size : {int64_t{1}, int64_t{0}, in[0].shape.back() - 1}) {
                Shape shape = in[0].shape;
                shape[-1] = size;
-               result.push_back(gather(in[0], shape, [start](Index i) {
+               result.push_back(taken(in[0], shape, [start](Index i) {
                  i.back() += start;
                  return i;
                })[0]);
@@ -503,6 +614,7 @@ std::vector<Row> op_table() {
            Cases{{{3, 5}}, {{2, 2, 4}}, {{1, 1}}, {{0, 2}}}, one_large});
   add_row({"cast", [](auto& x) { return Variables{cast(x[0], f64)}; }, [](const Arrays& in) { return in; },
            one, one_large});
+  for (Row& row : rows_of_places()) rows.push_back(std::move(row));
   return rows;
 }
 

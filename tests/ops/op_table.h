@@ -49,6 +49,17 @@ void for_each_index(const Shape& shape, F&& f) {
   }
 }
 
+/// y at each index of `shape` is x at source(index).
+template <class F>
+Arrays taken(const Array& x, const Shape& shape, F source) {
+  Array y(shape);
+  for_each_index(shape, [&](const Index& i) { y.at(i) = x.at(source(i)); });
+  return {y};
+}
+
+/// Of `shape`, spread over [0, bound), with repeats.
+Tensor indices_for(const Shape& shape, int64_t bound);
+
 /// One op: how to call it, what it should compute, and on which shapes.
 struct Row {
   std::string name;
@@ -66,5 +77,7 @@ struct Row {
 
 /// A row for every op of ops.h.
 std::vector<Row> op_table();
+/// Those of ops that pick, move or turn elements.
+std::vector<Row> rows_of_places();
 
 }  // namespace torus::testing

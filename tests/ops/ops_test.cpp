@@ -55,6 +55,14 @@ TEST(Ops, ErrorsSayWhatWasExpectedAndWhatCame) {
   expect_error(shape, "[masked_fill] mask [4, 2, 3] must broadcast to x [2, 3]", [&] {
     masked_fill(x, Tensor::zeros({4, 2, 3}, boolean), 0);
   });
+  expect_error(shape, "[where] shapes [2, 3] and [2] do not broadcast: axis -1 has 3 and 2",
+               [&] { where(Tensor::zeros({3}, boolean), x, ones({2})); });
+  expect_error(dtype, "[where] condition must be bool, got i64", [&] { where(whole.value(), x, x); });
+  expect_error(dtype, "[where] expected one dtype, got f32 and f64",
+               [&] { where(Tensor::zeros({}, boolean), x, wide); });
+  expect_error(value, "[clamp] expected low <= high, got 1 and 0", [&] { clamp(x, 1, 0); });
+  expect_error(value, "[clamp] expected low <= high, got nan and 0", [&] { clamp(x, nan, 0); });
+  expect_error(dtype, "[pow] expected one dtype, got f32 and f64", [&] { pow(x, wide); });
   expect_error(value, "[dropout] p must be in [0, 1], got 1.5", [&] { dropout(x, 1.5); });
   expect_error(value, "[dropout] p must be in [0, 1], got nan", [&] { dropout(x, std::nan("")); });
 
@@ -66,6 +74,16 @@ TEST(Ops, ErrorsSayWhatWasExpectedAndWhatCame) {
   expect_error(shape, "[matmul] shapes [2] and [3] do not broadcast: axis -1 has 2 and 3", [&] {
     matmul(ones({2, 4, 3}), ones({3, 3, 4}));
   });
+  const auto sum_of = [&](const std::string& equation) { return [=] { einsum(equation, x, x); }; };
+  for (std::string text : {"ij", "ij,ij", "ij->ij"})
+    expect_error(value, "[einsum] expected an equation like \"bij,bjk->bik\", got \"" + text + "\"",
+                 sum_of(text));
+  expect_error(value, "[einsum] axes must be letters, got '.' in \"..i,ij->i\"", sum_of("..i,ij->i"));
+  expect_error(value, "[einsum] 'i' comes twice in one term of \"ii,ij->i\"", sum_of("ii,ij->i"));
+  expect_error(value, "[einsum] 'k' of the result is in neither operand of \"ij,ij->k\"", sum_of("ij,ij->k"));
+  expect_error(shape, "[einsum] \"ijk\" needs 3 axes, got [2, 3]", sum_of("ij,ijk->i"));
+  expect_error(shape, "[einsum] 'j' must have one size, got 3 in [2, 3] and 2 in [2, 3]",
+               sum_of("ij,jk->ik"));
   expect_error(shape, "[linear] weight must have 3 columns (last dimension of x), got 4", [&] {
     linear(x, ones({5, 4}));
   });
@@ -81,6 +99,14 @@ TEST(Ops, ErrorsSayWhatWasExpectedAndWhatCame) {
   expect_error(shape, "[max] expected at least one element along axis 0, got shape [0, 3]", [&] {
     max(ones({0, 3}), 0);
   });
+  expect_error(shape, "[argmax] expected at least one element along axis 1, got shape [2, 0]", [&] {
+    argmax(ones({2, 0}), -1);
+  });
+  expect_error(shape, "[var] expected 0 <= correction < 1 (elements reduced of shape [2, 1]), got 1", [&] {
+    var(ones({2, 1}), {1});
+  });
+  expect_error(shape, "[var] expected 0 <= correction < 6 (elements reduced of shape [2, 3]), got -1",
+               [&] { var(x, {}, false, -1); });
   expect_error(dtype, "[sum] expected a floating dtype, got i64", [&] { sum(whole); });
   expect_error(shape, "[softmax] axis must be in [-2, 2), got -3", [&] { softmax(x, -3); });
 
@@ -98,6 +124,28 @@ TEST(Ops, ErrorsSayWhatWasExpectedAndWhatCame) {
   expect_error(shape, "[cross_entropy] expected logits [..., V] and targets [...], got [2, 3] and [3]",
                [&] { cross_entropy(x, Tensor::zeros({3}, i64)); });
 
+  expect_error(value, "[cross_entropy] smoothing must be in [0, 1), got 1",
+               [&] { cross_entropy(x, Tensor::zeros({2}, i64), ignore_none, 1); });
+
+  const Tensor indices = Tensor::from<int64_t>({0, 2, 3}).reshape({1, 3});
+  expect_error(value, "[gather] index 3 at position 2 is outside [0, 3)", [&] { gather(x, 1, indices); });
+  expect_error(value, "[index_select] index -1 at position 0 is outside [0, 2)",
+               [&] { index_select(x, 0, Tensor::from<int64_t>({-1})); });
+  expect_error(shape, "[index_select] index must have one axis, got [1, 3]",
+               [&] { index_select(x, 0, indices); });
+  expect_error(dtype, "[gather] index must be i64, got f32", [&] { gather(x, 1, x.value()); });
+  expect_error(shape, "[gather] index must have the sizes of [2, 3] or 1 but along axis 1, got [3, 1]", [&] {
+    gather(x, 1, Tensor::zeros({3, 1}, i64));
+  });
+  expect_error(shape, "[scatter_add] source must have the sizes of x [2, 3] but along axis 0, got [2, 2]",
+               [&] {
+                 scatter_add(x, 0, indices, ones({2, 2}));
+               });
+  expect_error(shape, "[scatter_add] index must have the size of source 2 along axis 0, got 1", [&] {
+    scatter_add(x, 0, Tensor::zeros({1, 3}, i64), x);
+  });
+  expect_error(value, "[one_hot] index 3 at position 2 is outside [0, 3)", [&] { one_hot(indices, 3); });
+
   expect_error(shape, "[reshape] [2, 3] has 6 elements, [4] has 4", [&] { reshape(x, {4}); });
   expect_error(shape, "[permute] axis 0 comes twice", [&] { permute(x, {0, 0}); });
   expect_error(shape, "[slice] [1, 5) is outside axis 1 of [2, 3]", [&] { slice(x, 1, 1, 5); });
@@ -110,6 +158,47 @@ TEST(Ops, ErrorsSayWhatWasExpectedAndWhatCame) {
     cat({x, ones({3})}, 0);
   });
   expect_error(dtype, "[cat] expected one dtype, got f32 and f64 in part 1", [&] { cat({x, wide}, 0); });
+  expect_error(shape, "[stack] expected one shape, got [2, 3] and [3] in part 1", [&] {
+    stack({x, ones({3})}, 0);
+  });
+  expect_error(shape, "[stack] expected at least one part, got none", [&] { stack({}, 0); });
+  expect_error(shape, "[pad] margins must be at least 0, got -1 and 2 on axis 1; use slice to shorten", [&] {
+    pad(x, {{-1, 2}}, {1});
+  });
+  expect_error(shape, "[pad] axis 0 of [0, 3] is empty: there is nothing to go around", [&] {
+    pad(ones({0, 3}), {{1, 0}}, {0}, Padding::circular);
+  });
+  expect_error(shape, "[pad] expected one of margins an axis, got 1 for 2 axes", [&] {
+    pad(x, {{1, 1}}, {0, 1});
+  });
+  expect_error(shape, "[roll] axis 1 comes twice", [&] { roll(x, {1, 1}, {1, -1}); });
+  expect_error(shape, "[unfold] patches [2, 2] [2, 2] apart do not fill the grid [4, 3] exactly: axis 1",
+               [&] {
+                 unfold(ones({1, 1, 4, 3}), {2, 2});
+               });
+  expect_error(shape, "[unfold] expected x [B, C, grid...], got [2, 3]", [&] { unfold(x, {1}); });
+  expect_error(shape,
+               "[unfold] expected a grid of 1 to 3 axes, and a patch and a stride for each, got grid [4], "
+               "patch [2, 2], stride [2, 2]",
+               [&] {
+                 unfold(ones({1, 1, 4}), {2, 2});
+               });
+  expect_error(shape, "[fold] tokens must be [B, 2, C * 3] for grid [6] in patches [3], got [1, 2, 4]", [&] {
+    fold(ones({1, 2, 4}), {6}, {3});
+  });
+  expect_error(shape, "[rotary] codes must be [2, 2, 2] for x [2, 4], got [2, 3, 2]", [&] {
+    rotary(ones({2, 4}), rotary_codes(3, 4));
+  });
+  expect_error(shape, "[rotary] expected x [..., N, D] with D even, got [2, 3]",
+               [&] { rotary(x, rotary_codes(2, 4)); });
+  expect_error(shape, "[rotary_codes] width must be even and positive, got 3", [&] { rotary_codes(2, 3); });
+  expect_error(shape, "[rotary_grid_codes] width must be at least 4, a pair an axis of grid [2, 3], got 2",
+               [&] {
+                 rotary_grid_codes({2, 3}, 2, {true, false});
+               });
+  expect_error(shape, "[rotary_grid_codes] expected one of periodic an axis, got 1 for grid [2, 3]", [&] {
+    rotary_grid_codes({2, 3}, 8, {true});
+  });
   expect_error(shape, "[split] sizes must add up to 3 (axis 1 of [2, 3]), got 4", [&] {
     split(x, {1, 3}, 1);
   });
@@ -136,12 +225,51 @@ TEST(Ops, WritesToSavedTensorsAreCaught) {
   EXPECT_NO_THROW(touched([](auto& x) { return exp(x); }, true));
   EXPECT_NO_THROW(touched([](auto& x) { return gelu(x); }, false));
   EXPECT_NO_THROW(touched([](auto& x) { return x + x; }, true));
+  EXPECT_THROW(touched([](auto& x) { return sigmoid(x); }, true), Error);
+  EXPECT_THROW(touched([](auto& x) { return pow(x, 2); }, true), Error);
+  EXPECT_THROW(touched([](auto& x) { return var(x); }, true), Error);
+  EXPECT_NO_THROW(touched([](auto& x) { return roll(x, {1}, {0}); }, true));
+  EXPECT_NO_THROW(touched([](auto& x) { return cumsum(x, 0); }, true));
   // The other operand wants no gradient.
   EXPECT_NO_THROW(touched([](auto& x) { return x * ones({3}); }, true));
   EXPECT_NO_THROW(touched([](auto& x) { return x / ones({3}); }, true));
   EXPECT_NO_THROW(touched([](auto& x) { return matmul(reshape(x, {1, 3}), ones({3, 1})); }, true));
   EXPECT_NO_THROW(touched([](auto& x) { return linear(reshape(x, {1, 3}), ones({2, 3})); }, true));
   EXPECT_NO_THROW(touched([](auto& x) { return x * 2.0; }, true));
+}
+
+TEST(Ops, MaskedFillInPlaceWritesOnlyWhereNoTapeIsWrong) {
+  Tensor x = Tensor::from<float>({1, 2, 3, 4}).reshape({2, 2});
+  const Tensor mask = Tensor::from<bool>({true, false});
+  const uint64_t version = x.version();
+  EXPECT_EQ(&masked_fill_(x, mask, 9), &x);
+  EXPECT_EQ(x.to_vector<double>(), (std::vector<double>{9, 2, 9, 4}));
+  EXPECT_GT(x.version(), version);
+  Tensor turned = x.transpose(0, 1), whole = Tensor::zeros({2}, i64);
+  EXPECT_EQ(masked_fill_(turned, mask, 7).to_vector<double>(), (std::vector<double>{7, 9, 7, 4}));
+  EXPECT_EQ(masked_fill_(whole, mask, 5).to_vector<int64_t>(), (std::vector<int64_t>{5, 0}));
+  Tensor expanded = Tensor::zeros({1}).expand({2});
+  expect_error(Error::Kind::Shape,
+               "[masked_fill_] x must have its own memory for each element, but axis 0 is expanded",
+               [&] { masked_fill_(expanded, mask, 1); });
+  expect_error(Error::Kind::Shape, "[masked_fill_] mask [3, 2] must broadcast to x [2]", [&] {
+    masked_fill_(whole, Tensor::zeros({3, 2}, boolean), 0);
+  });
+
+  const std::string refusal =
+      "[masked_fill_] writing in place would make the gradient of x wrong; use masked_fill";
+  Variable leaf(Tensor::zeros({2}), true), plain(Tensor::zeros({2}));
+  masked_fill_(leaf, mask, 1);  // no tape
+  EXPECT_EQ(leaf.value().to_vector<double>(), (std::vector<double>{1, 0}));
+  Tape tape;
+  masked_fill_(plain, mask, 1);
+  EXPECT_EQ(plain.value().to_vector<double>(), (std::vector<double>{1, 0}));
+  expect_error(Error::Kind::Value, refusal, [&] { masked_fill_(leaf, mask, 2); });
+  Variable y = leaf + 1;
+  const NoGrad off;
+  expect_error(Error::Kind::Value, refusal, [&] { masked_fill_(y, mask, 2); });
+  masked_fill_(leaf, mask, 3);
+  EXPECT_EQ(leaf.value().to_vector<double>(), (std::vector<double>{3, 0}));
 }
 
 // ---------------------------------------------------------------------------------------------- accuracy
@@ -181,6 +309,10 @@ TEST(Ops, FloatFunctionsKeepTheirRelativeAccuracy) {
   EXPECT_LE(worst_error([](auto& x) { return log(x); }, 1, 3e38, [](double x) { return std::log(x); }), 3e-7);
   EXPECT_LE(worst_error([](auto& x) { return tanh(x); }, -10, 10, [](double x) { return std::tanh(x); }),
             3e-7);
+  EXPECT_LE(worst_error([](auto& x) { return torus::sigmoid(x); }, -80, 80, sigmoid), 3e-7);
+  EXPECT_LE(worst_error(slope([](auto& x) { return torus::sigmoid(x); }), -80, 80,
+                        [&](double x) { return sigmoid(x) * sigmoid(-x); }),
+            5e-7);
   EXPECT_LE(worst_error([](auto& x) { return silu(x); }, -80, 80, [&](double x) { return x * sigmoid(x); }),
             5e-7);
   EXPECT_LE(worst_error(gelu_exact, -8, 8, [&](double x) { return x * normal(x); }), 3e-6);
@@ -221,6 +353,30 @@ TEST(Ops, SumsAreAccurate) {
   EXPECT_EQ(sum(ones({5000}, f16)).item(), 5000);
   EXPECT_EQ(sum(ones({40, 512}, bf16), {0}).value().to_vector<double>(), std::vector<double>(512, 40));
   EXPECT_EQ(mean(Tensor::full({4096}, 60000, f16)).item(), 60000);
+}
+
+TEST(Ops, RunningSumsAndVariancesAreAccurate) {
+  const Tensor x = rand({1 << 20}), wide = x.to(f64);
+  const auto got = cumsum(x, 0).value().to_vector<double>();
+  const auto expected = cumsum(wide, 0).value().to_vector<double>();
+  for (size_t i = 0; i < got.size(); i += 1001) EXPECT_NEAR(got[i] / expected[i], 1, 1e-7);
+  EXPECT_EQ(cumsum(ones({1000}, bf16), 0).value().to_vector<double>()[999], 1000);
+  // A mean far from zero.
+  const Tensor far = (Variable(wide) + 1000).value().to(f32),
+               coarse = (Variable(wide) + 100).value().to(bf16);
+  EXPECT_NEAR(var(far).item() / var(far.to(f64)).item(), 1, 1e-6);
+  EXPECT_NEAR(var(coarse).item() / var(coarse.to(f64)).item(), 1, 4e-3);
+  // More of a row than bf16 can count.
+  const Tensor zeros = Tensor::zeros({1}, bf16), index = Tensor::zeros({1000}, i64);
+  EXPECT_EQ(scatter_add(zeros, 0, index, ones({1000}, bf16)).item(), 1000);
+  EXPECT_EQ(gradient([&](auto& v) { return index_select(v, 0, index); }, zeros).item(), 1000);
+  EXPECT_EQ(gradient(
+                [](auto& v) {
+                  return pad(v, {{500, 499}}, {0}, Padding::circular);
+                },
+                zeros)
+                .item(),
+            1000);
 }
 
 TEST(Ops, LayerNormOfALargeMeanKeepsItsDigits) {
@@ -276,6 +432,65 @@ TEST(Ops, MaxTakesTheFirst) {
   EXPECT_EQ(max(Tensor::from<double>({-infinity, -infinity}), 0).item(), -infinity);
 }
 
+TEST(Ops, SpecialValuesOfTheRest) {
+  const auto at = [](const std::function<Variable(const Variable&)>& f, double x) {
+    return f(Tensor::scalar(x)).item();
+  };
+  const auto slope = [](const std::function<Variable(const Variable&)>& f, double x) {
+    return gradient(f, Tensor::scalar(x)).item();
+  };
+  const auto clamped = [](const Variable& x) { return clamp(x, -1, 2); };
+  EXPECT_EQ(at(sigmoid, infinity), 1);
+  EXPECT_EQ(at(sigmoid, -infinity), 0);
+  EXPECT_TRUE(std::isnan(at(sigmoid, nan)));
+  EXPECT_TRUE(std::isnan(at(clamped, nan)));
+  EXPECT_EQ(at(clamped, infinity), 2);
+  EXPECT_EQ(slope(clamped, 2), 1);
+  EXPECT_EQ(slope(clamped, 2.5), 0);
+  EXPECT_EQ(slope(abs, 0), 0);
+  EXPECT_EQ(slope(abs, -3), -1);
+  // Powers of 0, of a negative number, and the exponent 0.
+  EXPECT_EQ(slope([](auto& x) { return pow(x, 2); }, 0), 0);
+  EXPECT_EQ(slope([](auto& x) { return pow(x, 0.5); }, 0), infinity);
+  EXPECT_EQ(at([](auto& x) { return pow(x, 3); }, -2), -8);
+  EXPECT_TRUE(std::isnan(at([](auto& x) { return pow(x, 1.7); }, -2)));
+  EXPECT_FALSE(gradient([](auto& x) { return pow(x, 0); }, Tensor::scalar(0)).defined());
+  for (double p : {0.0, 2.0}) {
+    const Variable power(Tensor::scalar(p)), zero(Tensor::scalar(0));
+    EXPECT_EQ(slope([&](auto& x) { return pow(x, power); }, 0), 0);
+    EXPECT_EQ(slope([&](auto& e) { return pow(zero, e); }, p), 0);
+  }
+
+  // What is not chosen passes no gradient on, not even NaN; integers can be chosen.
+  const Tensor odd = Tensor::from<float>({std::nanf(""), 1});
+  const Tensor second = Tensor::from<bool>({false, true});
+  EXPECT_EQ(gradient([&](auto& x) { return where(second, log(x), x * 0.0); }, odd).to_vector<double>()[1], 1);
+  EXPECT_EQ(where(second, Tensor::from<int64_t>({1, 2}), Tensor::scalar(7, i64)).value().to_vector<int64_t>(),
+            (std::vector<int64_t>{7, 2}));
+
+  const Tensor x = Tensor::from<double>({3, 1, 1, 0, 1, 1}).reshape({2, 3});
+  EXPECT_EQ(gradient([](auto& v) { return min(v, 1); }, x).to_vector<double>(),
+            (std::vector<double>{0, 1, 0, 1, 0, 0}));
+  EXPECT_TRUE(std::isnan(min(Tensor::from<float>({1, std::nanf(""), 0}), 0).item()));
+  EXPECT_EQ(argmax(x, 1).to_vector<int64_t>(), (std::vector<int64_t>{0, 1}));
+  EXPECT_EQ(argmax(x, 0, true).shape(), (Shape{1, 3}));
+  EXPECT_EQ(argmax(Tensor::from<float>({1, std::nanf(""), 3}), 0).item(), 1);
+
+  const Tensor none = Tensor::full({2, 3}, -infinity);
+  EXPECT_EQ(logsumexp(none).value().to_vector<double>(), (std::vector<double>{-infinity, -infinity}));
+  for (int axis : {0, 1})
+    EXPECT_EQ(gradient([=](auto& v) { return logsumexp(v, axis); }, none).to_vector<double>(),
+              std::vector<double>(6, 0));
+  EXPECT_EQ(logsumexp(ones({2, 0})).value().to_vector<double>(), (std::vector<double>{-infinity, -infinity}));
+  EXPECT_NEAR(logsumexp(Tensor::from<float>({1000, 1000})).item(), 1000 + std::log(2.0), 1e-4);
+  EXPECT_EQ(logsumexp(Tensor::from<double>({infinity, 0})).item(), infinity);
+
+  const Tensor hot = one_hot(Tensor::from<int64_t>({2, 0}).reshape({2, 1}), 3, boolean);
+  EXPECT_EQ(hot.shape(), (Shape{2, 1, 3}));
+  EXPECT_EQ(hot.to_vector<int64_t>(), (std::vector<int64_t>{0, 0, 1, 1, 0, 0}));
+  EXPECT_EQ(one_hot(Tensor::zeros({0}, i64), 3).shape(), (Shape{0, 3}));
+}
+
 TEST(Ops, KinksAreSkippedByGradcheck) {
   const auto report =
       gradcheck([](auto& x) { return std::vector{relu(x[0])}; }, {Tensor::from<double>({-1, 0, 2})});
@@ -285,6 +500,13 @@ TEST(Ops, KinksAreSkippedByGradcheck) {
       gradcheck([](auto& x) { return std::vector{max(x[0], 0)}; }, {Tensor::from<double>({1, 2, 2})});
   EXPECT_TRUE(tie) << tie;
   EXPECT_EQ(tie.skipped, 2);
+  const auto edges = gradcheck(
+      [](auto& x) {
+        return std::vector{clamp(x[0], -1, 2), abs(x[0])};
+      },
+      {Tensor::from<double>({-1, 0, 1, 2})});
+  EXPECT_TRUE(edges) << edges;
+  EXPECT_EQ(edges.skipped, 3 * 8);
 }
 
 TEST(Ops, SoftmaxOfExtremes) {
@@ -311,6 +533,19 @@ TEST(Ops, CrossEntropyOfExtremes) {
   EXPECT_EQ(cross_entropy(x, none).item(), 0);
   EXPECT_EQ(gradient([&](auto& v) { return cross_entropy(v, none); }, x).to_vector<double>(),
             std::vector<double>(4, 0));
+}
+
+TEST(Ops, LabelSmoothing) {
+  const Tensor x = randn({5, 7}, 0, 3, f64), targets = Tensor::from<int64_t>({0, 6, 3, 1, 1});
+  // The same as cross entropy with the target (1 - e) * one_hot + e / V.
+  const Variable weights = Variable(one_hot(targets, 7, f64)) * 0.7 + 0.3 / 7;
+  EXPECT_NEAR(cross_entropy(x, targets, ignore_none, 0.3).item(),
+              -mean(sum(weights * log_softmax(x), {-1})).item(), 1e-12);
+  // Masked vocabulary: impossible only if something wants it.
+  const Tensor masked = Tensor::from<float>({1, -INFINITY}).reshape({1, 2});
+  EXPECT_EQ(cross_entropy(masked, Tensor::from<int64_t>({0})).item(), 0);
+  EXPECT_EQ(cross_entropy(masked, Tensor::from<int64_t>({0}), ignore_none, 0.1).item(), infinity);
+  EXPECT_EQ(cross_entropy(masked, Tensor::from<int64_t>({1}), ignore_none, 0.1).item(), infinity);
 }
 
 TEST(Ops, EmbeddingAddsUpRepeatedRows) {
@@ -353,6 +588,66 @@ TEST(Ops, DropoutDrawsFromItsGenerator) {
   EXPECT_EQ(dropout(Tensor::full({70}, nan), 1, a).value().to_vector<double>(), std::vector<double>(70, 0));
 }
 
+// ------------------------------------------------------------------------------------- position codes
+
+// Scores of every query with every key, both turned by the codes.
+std::vector<double> turned_scores(const Tensor& q, const Tensor& k, const Tensor& codes) {
+  return einsum("nd,md->nm", rotary(q, codes), rotary(k, codes)).value().to_vector<double>();
+}
+
+TEST(Ops, RotaryScoresDependOnDistance) {
+  // One query and one key, at every pair of positions.
+  const Tensor row = randn({1, 8}, 0, 1, f64), other = randn({1, 8}, 0, 1, f64);
+  const auto scores =
+      turned_scores(row.expand({12, 8}), other.expand({12, 8}), rotary_codes(12, 8, {.dtype = f64}));
+  for (size_t n = 1; n < 12; ++n)
+    for (size_t m = 1; m < 12; ++m) EXPECT_NEAR(scores[n * 12 + m], scores[(n - 1) * 12 + m - 1], 1e-12);
+  // A cache goes on where it stopped; far positions keep their digits in f32.
+  const Tensor all = rotary_codes(10, 6, {.base = 500});
+  EXPECT_EQ(rotary_codes(4, 6, {.base = 500, .offset = 6}).to_vector<float>(),
+            all.slice(1, 6, 10).to_vector<float>());
+  const auto far = rotary_codes(1, 2, {.offset = 1234567}).to_vector<double>();
+  EXPECT_NEAR(far[0], std::cos(1234567.0), 1e-7);
+  EXPECT_NEAR(far[1], std::sin(1234567.0), 1e-7);
+}
+
+TEST(Ops, RotaryOnAGridIsPeriodicWhereAsked) {
+  const Shape grid{3, 5, 4};
+  const std::vector<bool> periodic{false, true, true};
+  const int64_t tokens = grid.numel(), width = 22;
+  const Tensor codes = rotary_grid_codes(grid, width, periodic, {.dtype = f64});
+  // Rolled along a periodic axis, tokens have the scores they had; along another, they have not.
+  const Tensor q = randn({tokens, width}, 0, 1, f64), k = randn({tokens, width}, 0, 1, f64);
+  const auto rolled = [&](const Tensor& x, int axis) {
+    return roll(reshape(x, {3, 5, 4, width}), {1}, {axis}).value().reshape({tokens, width});
+  };
+  const auto scores = Tensor::from<double>(turned_scores(q, k, codes), {3, 5, 4, 3, 5, 4});
+  for (int axis = 0; axis < 3; ++axis) {
+    const auto got = turned_scores(rolled(q, axis), rolled(k, axis), codes);
+    const auto expected = roll(scores, {1, 1}, {axis, axis + 3}).value().to_vector<double>();
+    double worst = 0;
+    for (size_t i = 0; i < got.size(); ++i) worst = std::max(worst, std::abs(got[i] - expected[i]));
+    if (periodic[static_cast<size_t>(axis)])
+      EXPECT_LE(worst, 1e-12) << "axis " << axis;
+    else
+      EXPECT_GT(worst, 0.1);
+  }
+  // Pairs 0 to 3 are of axis 0 and turn as in a sequence; 4 to 7 of axis 1 by 1 or 2 rounds of 5.
+  const Tensor sequence = rotary_codes(3, 8, {.dtype = f64});
+  for (int64_t n = 0; n < tokens; ++n)
+    for (int64_t part = 0; part < 2; ++part) {
+      const auto code = [&](const Tensor& of, int64_t row, int64_t pair) {
+        return of.select(0, part).select(0, row).select(0, pair).item();
+      };
+      for (int64_t j = 0; j < 4; ++j) EXPECT_EQ(code(codes, n, j), code(sequence, n / 20, j));
+      for (int64_t j = 4; j < 8; ++j) {
+        const double turns = j < 6 ? 1 : 2;
+        const double angle = 2 * std::acos(-1.0) * turns * static_cast<double>(n / 4 % 5) / 5;
+        EXPECT_NEAR(code(codes, n, j), part == 0 ? std::cos(angle) : std::sin(angle), 1e-14);
+      }
+    }
+}
+
 // --------------------------------------------------------------------------------------- shapes and casts
 
 TEST(Ops, ViewsShareMemory) {
@@ -361,6 +656,23 @@ TEST(Ops, ViewsShareMemory) {
   views.insert(views.end(), {reshape(x, {6, 4}), transpose(x, 0, 2), permute(x, {1, 2, 0}),
                              slice(x, 2, 0, 4, 2), expand(x, {5, 2, 3, 4}), cast(x, f32)});
   for (const Variable& view : views) EXPECT_EQ(view.value().storage(), x.value().storage());
+}
+
+TEST(Ops, EinsumCopiesNothingThatLiesRight) {
+  const Variable q = ones({2, 3, 4, 5}), k = ones({2, 6, 3, 5});  // k as a projection leaves it
+  reset_peak_memory();
+  const int64_t before = memory_stats().live_bytes;
+  const Variable scores = einsum("bhqd,bkhd->bhqk", q, k);
+  EXPECT_EQ(memory_stats().peak_bytes - before, scores.numel() * 4);
+}
+
+TEST(Ops, FoldUndoesUnfold) {
+  const Tensor x = randn({2, 3, 4, 6, 2});
+  EXPECT_EQ(fold(unfold(x, {2, 3, 1}), {4, 6, 2}, {2, 3, 1}).value().to_vector<float>(),
+            x.to_vector<float>());
+  // Where patches overlap, each element is counted as often as it is covered.
+  EXPECT_EQ(fold(unfold(ones({1, 1, 5}), {3}, {1}), {5}, {3}, {1}).value().to_vector<double>(),
+            (std::vector<double>{1, 2, 3, 2, 1}));
 }
 
 TEST(Ops, SplitFillsInMissingGradients) {

@@ -202,5 +202,139 @@ RC_GTEST_PROP(Properties, Matmul, ()) {
   RC_ASSERT(near(y.grad(), dy, 1e-12));
 }
 
+RC_GTEST_PROP(Properties, GatherAndScatter, ()) {
+  const Shape shape = random_shape(1, 4);
+  const int axis = static_cast<int>(between(0, shape.dim() - 1));
+  Shape of_index = shape, of_result = shape;
+  of_index[axis] = of_result[axis] = shape[axis] > 0 ? between(0, 9) : 0;
+  for (int i = 0; i < shape.dim(); ++i)
+    if (i != axis && coin()) of_index[i] = 1;
+  Tensor index = indices_for(of_index, std::max<int64_t>(shape[axis], 1));
+  if (coin()) index = index.transpose(0, -1).clone().transpose(0, -1);
+  const Tensor a = random_tensor(shape), source = random_tensor(of_result), g = random_tensor(of_result);
+  const Array at(a), from(source), grad(g), places(index);
+  const auto redirected = [&](Index i) {
+    i[static_cast<size_t>(axis)] = static_cast<int64_t>(places.at(i));
+    return i;
+  };
+  Array expected(of_result), dx(shape), sums = at;
+  for_each_index(of_result, [&](const Index& i) {
+    expected.at(i) = at.at(redirected(i));
+    dx.at(redirected(i)) += grad.at(i);
+    sums.at(redirected(i)) += from.at(i);
+  });
+  Tape tape;
+  const Variable x(a, true), y = gather(x, axis - shape.dim(), index);
+  tape.backward(y, {.seed = g});
+  RC_ASSERT(near(y.value(), expected, 0));
+  RC_ASSERT(near(x.grad(), dx, 1e-13));
+  RC_ASSERT(near(scatter_add(a, axis, index, source).value(), sums, 1e-13));
+}
+
+RC_GTEST_PROP(Properties, PadAndRoll, ()) {
+  const Shape shape = random_shape(1, 4);
+  const bool circular = coin();
+  std::vector<int> axes;
+  std::vector<Margin> margins;
+  std::vector<int64_t> shifts;
+  Shape padded = shape;
+  Index before(static_cast<size_t>(shape.dim())), shift(before);
+  for (int axis = shape.dim() - 1; axis >= 0; --axis) {
+    if (coin() || (circular && shape[axis] == 0)) continue;
+    axes.push_back(axis);
+    margins.push_back({between(0, 7), between(0, 7)});
+    shifts.push_back(between(-9, 9));
+    before[static_cast<size_t>(axis)] = margins.back().before;
+    shift[static_cast<size_t>(axis)] = shifts.back();
+    padded[axis] += margins.back().before + margins.back().after;
+  }
+  // The index `by` places earlier, around the axes; whether it was inside without going around.
+  const auto earlier = [&](Index i, const Index& by) {
+    bool inside = true;
+    for (size_t axis = 0; axis < i.size(); ++axis) {
+      const int64_t length = shape[static_cast<int>(axis)];
+      i[axis] -= by[axis];
+      inside = inside && i[axis] >= 0 && i[axis] < length;
+      if (length > 0) i[axis] = (i[axis] % length + length) % length;
+    }
+    return std::pair(i, inside);
+  };
+  const Tensor a = random_tensor(shape), g = random_tensor(padded);
+  const Array at(a), grad(g);
+  Array expected(padded), dx(shape), turned(shape);
+  for_each_index(padded, [&](const Index& i) {
+    const auto [from, inside] = earlier(i, before);
+    expected.at(i) = inside || circular ? at.at(from) : 2.5;
+    if (inside || circular) dx.at(from) += grad.at(i);
+  });
+  for_each_index(shape, [&](const Index& i) { turned.at(i) = at.at(earlier(i, shift).first); });
+  Tape tape;
+  const Variable x(a, true), y = pad(x, margins, axes, circular ? Padding::circular : Padding::constant, 2.5);
+  tape.backward(y, {.seed = g});
+  RC_ASSERT(near(y.value(), expected, 0));
+  RC_ASSERT(near(x.grad(), dx, 1e-13));
+  RC_ASSERT(near(roll(a, shifts, axes).value(), turned, 0));
+}
+
+RC_GTEST_PROP(Properties, FoldIsTheTransposeOfUnfold, ()) {
+  Shape grid{between(0, 2), between(0, 3)};
+  std::vector<int64_t> patch, stride, sizes;
+  for (int64_t axes = between(1, 3); axes > 0; --axes) {
+    patch.push_back(between(1, 3));
+    stride.push_back(between(1, 4));
+    sizes.push_back(patch.back() + stride.back() * between(0, 2));
+    grid.push_back(sizes.back());
+  }
+  const Tensor x = random_tensor(grid);
+  const Tensor tokens = unfold(x, patch, stride).value();
+  const Tensor t = random_tensor(tokens.shape());
+  const double there = sum(Variable(tokens) * t).item();
+  const double back = sum(Variable(x) * fold(t, sizes, patch, stride)).item();
+  RC_ASSERT(std::abs(there - back) <= 1e-12 * (1 + std::abs(there)) * static_cast<double>(1 + t.numel()));
+}
+
+RC_GTEST_PROP(Properties, Einsum, ()) {
+  // Each of six letters is in one or both operands, and perhaps in the result.
+  std::string terms[3];
+  Shape all;
+  for (char letter : std::string("abcdef")) {
+    const int64_t where_to = between(0, 3);  // 0: in no term
+    const bool in[] = {(where_to & 1) != 0, (where_to & 2) != 0, where_to > 0 && coin()};
+    all.push_back(where_to > 0 ? between(0, 3) : 1);
+    for (size_t term = 0; term < 3; ++term) {
+      if (in[term])
+        terms[term].insert(static_cast<size_t>(between(0, static_cast<int64_t>(terms[term].size()))), 1,
+                           letter);
+    }
+  }
+  const auto index = [&](const Index& i, const std::string& term) {
+    Index result;
+    for (char letter : term) result.push_back(i[static_cast<size_t>(letter - 'a')]);
+    return result;
+  };
+  const auto shape_of = [&](const std::string& term) {
+    Shape shape;
+    for (char letter : term) shape.push_back(all[letter - 'a']);
+    return shape;
+  };
+  const Tensor a = random_tensor(shape_of(terms[0])), b = random_tensor(shape_of(terms[1]));
+  const Tensor g = random_tensor(shape_of(terms[2]));
+  const Array left(a), right(b), grad(g);
+  Array expected(g.shape()), dx(a.shape()), dy(b.shape());
+  for_each_index(all, [&](const Index& i) {
+    const Index of_a = index(i, terms[0]), of_b = index(i, terms[1]), of_y = index(i, terms[2]);
+    expected.at(of_y) += left.at(of_a) * right.at(of_b);
+    dx.at(of_a) += grad.at(of_y) * right.at(of_b);
+    dy.at(of_b) += grad.at(of_y) * left.at(of_a);
+  });
+  Tape tape;
+  const Variable x(a, true), y(b, true);
+  const Variable z = einsum(terms[0] + ", " + terms[1] + " -> " + terms[2], x, y);
+  tape.backward(z, {.seed = g});
+  RC_ASSERT(near(z.value(), expected, 1e-12));
+  RC_ASSERT(near(x.grad(), dx, 1e-12));
+  RC_ASSERT(near(y.grad(), dy, 1e-12));
+}
+
 }  // namespace
 }  // namespace torus::testing
