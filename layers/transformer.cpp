@@ -61,6 +61,35 @@ Variable MultiHeadAttention::attend(const Variable& q, const Variable& k, const 
   return dropout_(out(reshape(transpose(mixed, 1, 2), q.shape())));
 }
 
+CrossAttention::CrossAttention(const CrossAttentionOptions& o, Generator& generator)
+    : to_q(o.query_dim, o.heads * o.head_dim, {.bias = false, .dtype = o.dtype}, generator),
+      to_k(o.context_dim == 0 ? o.query_dim : o.context_dim, o.heads * o.head_dim,
+           {.bias = false, .dtype = o.dtype}, generator),
+      to_v(o.context_dim == 0 ? o.query_dim : o.context_dim, o.heads * o.head_dim,
+           {.bias = false, .dtype = o.dtype}, generator),
+      to_out(o.heads * o.head_dim, o.query_dim, {.bias = true, .dtype = o.dtype}, generator),
+      options_(o),
+      dropout_(o.dropout) {
+  add("to_q", to_q);
+  add("to_k", to_k);
+  add("to_v", to_v);
+  add("to_out", to_out);
+  add("dropout", dropout_);
+}
+
+Variable CrossAttention::operator()(const Variable& x, const Variable& context, const Mask& mask) const {
+  const Variable& from = context.defined() ? context : x;
+  check(x.dim() == 3 && from.dim() == 3, Error::Kind::Shape,
+        "[cross_attention] expected x and context of 3 axes, got ", x.shape(), " and ", from.shape());
+  const auto heads = [&](const Variable& y) {
+    return transpose(reshape(y, {y.size(0), y.size(1), options_.heads, options_.head_dim}), 1, 2);
+  };
+  const Variable mixed =
+      torus::attention(heads(to_q(x)), heads(to_k(from)), heads(to_v(from)), {.mask = mask}).out;
+  return dropout_(
+      to_out(reshape(transpose(mixed, 1, 2), {x.size(0), x.size(1), options_.heads * options_.head_dim})));
+}
+
 TransformerBlock::TransformerBlock(int64_t channels, int64_t heads, const TransformerBlockOptions& options,
                                    Generator& generator)
     : norm1(channels, {.bias = options.bias, .dtype = options.dtype}),

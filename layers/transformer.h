@@ -36,6 +36,29 @@ class MultiHeadAttention : public Module {
   Dropout dropout_;
 };
 
+struct CrossAttentionOptions {
+  int64_t query_dim = 0;
+  int64_t context_dim = 0;  // 0: as query_dim
+  int64_t heads = 8, head_dim = 64;
+  double dropout = 0;  // of the output
+  DType dtype = f32;
+};
+
+/// Attention from one sequence to another, without biases but in the last projection: the layer of latent
+/// diffusion and xformers (Rombach et al., 2022). Memory grows with N + M, in training too.
+class CrossAttention : public Module {
+ public:
+  explicit CrossAttention(const CrossAttentionOptions& options, Generator& generator = default_generator());
+  /// x [B, N, query_dim] reads context [B, M, context_dim] (x itself if not given): [B, N, query_dim].
+  Variable operator()(const Variable& x, const Variable& context = {}, const Mask& mask = full()) const;
+
+  Linear to_q, to_k, to_v, to_out;
+
+ private:
+  CrossAttentionOptions options_;
+  Dropout dropout_;
+};
+
 struct TransformerBlockOptions {
   int64_t kv_heads = 0;  // as in MultiHeadAttention
   int64_t hidden = 0;    // channels inside the MLP; 0: 4 C

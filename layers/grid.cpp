@@ -1,0 +1,105 @@
+#include "torus/layers/grid.h"
+
+#include "torus/ops/attention/attention.h"
+#include "torus/ops/ops.h"
+
+namespace torus {
+
+namespace {
+
+const NeighborhoodAttentionOptions& checked(const NeighborhoodAttentionOptions& o) {
+  check(o.heads > 0 && o.channels > 0 && o.channels % o.heads == 0, Error::Kind::Shape,
+        "[neighborhood_attention] ", o.channels, " channels do not divide into ", o.heads, " heads");
+  check(!o.window.empty(), Error::Kind::Value,
+        "[neighborhood_attention] expected a window for each axis, got none");
+  for (Boundary boundary : o.boundary)
+    check(boundary != Boundary::valid, Error::Kind::Value,
+          "[neighborhood_attention] valid needs more keys than queries; a layer has as many");
+  return o;
+}
+
+template <class T>
+T entry(const std::vector<T>& list, size_t axis, T fallback) {
+  return list.empty() ? fallback : list.size() == 1 ? list[0] : list.at(axis);
+}
+
+}  // namespace
+
+NeighborhoodAttention::NeighborhoodAttention(const NeighborhoodAttentionOptions& options,
+                                             Generator& generator)
+    : qkv(checked(options).channels, 3 * options.channels, {options.bias, options.dtype}, generator),
+      out(options.channels, options.channels, {options.bias, options.dtype}, generator),
+      options_(options),
+      dropout_(options.dropout) {
+  add("qkv", qkv);
+  add("out", out);
+  Shape sizes{options.heads};
+  for (size_t a = 0; a < options.window.size(); ++a) {
+    wrapped_.push_back(entry(options.boundary, a, Boundary::shift) == Boundary::wrap);
+    // A shifted window reaches all its length to one side.
+    const int64_t steps = wrapped_.back() ? options.window[a] / 2 : options.window[a] - 1;
+    sizes.push_back(2 * steps * entry<int64_t>(options.dilation, a, 1) + 1);
+  }
+  if (options.relative_bias) table = Parameter(Tensor::zeros(sizes, options.dtype));
+  add("table", table);
+  add("dropout", dropout_);
+}
+
+const NeighborhoodAttention::Place& NeighborhoodAttention::place(const std::vector<int64_t>& grid) const {
+  const auto found = places_.find(grid);
+  if (found != places_.end()) return found->second;
+  Place made{neighborhood({.grid = grid,
+                           .window = options_.window,
+                           .dilation = options_.dilation,
+                           .boundary = options_.boundary}),
+             {}};
+  if (options_.rotary)
+    made.codes = rotary_grid_codes(Shape(std::span(grid)), options_.channels / options_.heads, wrapped_,
+                                   {.dtype = options_.dtype});
+  return places_.emplace(grid, std::move(made)).first->second;
+}
+
+Variable NeighborhoodAttention::operator()(const Variable& x) const {
+  const int axes = static_cast<int>(options_.window.size());
+  check(x.dim() == axes + 2 && x.size(-1) == options_.channels, Error::Kind::Shape,
+        "[neighborhood_attention] expected x [B, ", axes, " grid axes, ", options_.channels, "], got ",
+        x.shape());
+  const std::vector<int64_t> grid(x.shape().begin() + 1, x.shape().begin() + 1 + axes);
+  const Place& here = place(grid);
+  const int64_t batch = x.size(0), heads = options_.heads, width = options_.channels / heads;
+  const int64_t tokens = x.shape().slice(1, axes + 1).numel();
+  const auto parts = split(qkv(reshape(x, {batch, tokens, options_.channels})),
+                           {options_.channels, options_.channels, options_.channels}, -1);
+  const auto head = [&](const Variable& part, bool turn) {
+    const Variable y = transpose(reshape(part, {batch, tokens, heads, width}), 1, 2);
+    return turn && options_.rotary ? rotary(y, here.codes) : y;
+  };
+  AttentionOptions how{.mask = here.mask, .dropout = training() ? options_.dropout : 0};
+  if (options_.relative_bias) how.bias.push_back(relative_bias(table, grid, wrapped_));
+  const Variable mixed =
+      torus::attention(head(parts[0], true), head(parts[1], true), head(parts[2], false), how).out;
+  return reshape(dropout_(out(reshape(transpose(mixed, 1, 2), {batch, tokens, options_.channels}))),
+                 x.shape());
+}
+
+GridTransformerBlock::GridTransformerBlock(const GridTransformerBlockOptions& options, Generator& generator)
+    : norm1(options.attention.channels, {.bias = options.attention.bias, .dtype = options.attention.dtype}),
+      attention(options.attention, generator),
+      norm2(options.attention.channels, {.bias = options.attention.bias, .dtype = options.attention.dtype}),
+      mlp(options.attention.channels, options.hidden == 0 ? 4 * options.attention.channels : options.hidden,
+          {.dropout = options.attention.dropout,
+           .bias = options.attention.bias,
+           .dtype = options.attention.dtype},
+          generator) {
+  add("norm1", norm1);
+  add("attention", attention);
+  add("norm2", norm2);
+  add("mlp", mlp);
+}
+
+Variable GridTransformerBlock::operator()(const Variable& x) const {
+  const Variable y = x + attention(norm1(x));
+  return y + mlp(norm2(y));
+}
+
+}  // namespace torus

@@ -1,0 +1,67 @@
+// Transformers on grids of any number of axes: each token sees a window around it.
+#pragma once
+
+#include <map>
+
+#include "torus/layers/layers.h"
+#include "torus/ops/attention/mask.h"
+
+namespace torus {
+
+struct NeighborhoodAttentionOptions {
+  int64_t channels = 0, heads = 1;
+  std::vector<int64_t> window = {};  // one entry an axis of the grid; also below, or one for all
+  std::vector<int64_t> dilation = {};
+  std::vector<Boundary> boundary = {};  // wrap, shift, shrink or causal
+  bool rotary = true;                   // rotary codes for each axis, periodic on those that wrap
+  bool relative_bias = false;           // a learned number for each head and offset of the window, at first 0
+  double dropout = 0;                   // of the attention weights, and of the output
+  bool bias = true;
+  DType dtype = f32;
+};
+
+/// Self-attention of tokens on a grid, between two projections. If all axes wrap, it commutes with rolling
+/// the grid.
+class NeighborhoodAttention : public Module {
+ public:
+  explicit NeighborhoodAttention(const NeighborhoodAttentionOptions& options,
+                                 Generator& generator = default_generator());
+  /// x [B, X, Y, ..., C], with as many grid axes as windows, of any sizes: the same shape.
+  Variable operator()(const Variable& x) const;
+
+  Linear qkv, out;
+  Parameter table;  // [heads, 2 r + 1, ...], r the reach of the window; undefined without relative_bias
+
+ private:
+  /// What depends on the sizes of the grid alone.
+  struct Place {
+    Mask mask;
+    Tensor codes;
+  };
+  const Place& place(const std::vector<int64_t>& grid) const;
+
+  NeighborhoodAttentionOptions options_;
+  std::vector<bool> wrapped_;
+  Dropout dropout_;
+  mutable std::map<std::vector<int64_t>, Place> places_;
+};
+
+struct GridTransformerBlockOptions {
+  NeighborhoodAttentionOptions attention = {};
+  int64_t hidden = 0;  // channels inside the MLP; 0: 4 C
+};
+
+/// x + attention(norm1(x)), then x + mlp(norm2(x)), on x [B, X, Y, ..., C].
+class GridTransformerBlock : public Module {
+ public:
+  explicit GridTransformerBlock(const GridTransformerBlockOptions& options,
+                                Generator& generator = default_generator());
+  Variable operator()(const Variable& x) const;
+
+  LayerNorm norm1;
+  NeighborhoodAttention attention;
+  LayerNorm norm2;
+  MLP mlp;
+};
+
+}  // namespace torus

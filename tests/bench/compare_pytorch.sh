@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Times Torus and PyTorch in turn on the same two cores and prints both with their ratios.
+# usage: tests/bench/compare_pytorch.sh [ROUNDS]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+source examples/setup.sh
+setup libgtest-dev librapidcheck-dev libbenchmark-dev python3-venv
+cmake --preset release -DTORUS_TESTS=ON > /dev/null
+cmake --build --preset release --target train_bench attention_bench
+environment=build/pytorch
+if [[ ! -x $environment/bin/python ]]; then
+  python3 -m venv "$environment"
+  "$environment/bin/pip" install --quiet torch numpy
+fi
+results=$(mktemp -d)
+trap 'rm -rf "$results"' EXIT
+export OMP_NUM_THREADS=2
+cores="taskset -c 0,1"
+for round in $(seq "${1:-3}"); do
+  $cores "$environment/bin/python" tests/bench/compare_pytorch.py run > "$results/pytorch-$round.json"
+  for program in train attention; do
+    $cores build/tests/${program}_bench --benchmark_out="$results/torus-$program-$round.json" \
+      --benchmark_out_format=json > "$results/last.txt"
+  done
+done
+cat "$results/last.txt"
+"$environment/bin/python" tests/bench/compare_pytorch.py table "$results"

@@ -1,0 +1,151 @@
+// Layers on grids, and attention from one sequence to another.
+#include "torus/layers/grid.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "torus/autograd/gradcheck.h"
+#include "torus/layers/transformer.h"
+#include "torus/ops/attention/attention.h"
+#include "torus/ops/ops.h"
+
+namespace torus {
+namespace {
+
+double largest_difference(const Tensor& a, const Tensor& b) {
+  const auto x = a.to_vector<double>(), y = b.to_vector<double>();
+  EXPECT_EQ(a.shape(), b.shape());
+  double most = 0;
+  for (size_t i = 0; i < x.size(); ++i) most = std::max(most, std::abs(x[i] - y[i]));
+  return most;
+}
+
+Tensor rolled(const Tensor& x, int axis, int64_t by) {
+  Tensor result = Tensor::empty(x.shape(), x.dtype());
+  const int64_t n = x.size(axis);
+  result.slice(axis, by, n).copy_(x.slice(axis, 0, n - by));
+  result.slice(axis, 0, by).copy_(x.slice(axis, n - by, n));
+  return result;
+}
+
+TEST(GridTransformerBlock, CommutesWithRollingWrappedAxesAlone) {
+  Generator g(3);
+  for (bool rotary : {false, true})
+    for (bool relative : {false, true}) {
+      GridTransformerBlock block({.attention = {.channels = 24,
+                                                .heads = 2,
+                                                .window = {3, 4, 5},
+                                                .dilation = {1, 2, 1},
+                                                .boundary = {wrap, wrap, shift},
+                                                .rotary = rotary,
+                                                .relative_bias = relative,
+                                                .dtype = f64}},
+                                 g);
+      if (relative)
+        block.attention.table.mutable_value().copy_(randn(block.attention.table.shape(), 0, 1, f64, g));
+      const Tensor x = randn({2, 6, 8, 7, 24}, 0, 1, f64, g);
+      const Tensor y = block(Variable(x)).value();
+      for (int axis : {1, 2})
+        EXPECT_LT(largest_difference(block(Variable(rolled(x, axis, 3))).value(), rolled(y, axis, 3)), 1e-12)
+            << axis << rotary << relative;
+      EXPECT_GT(largest_difference(block(Variable(rolled(x, 3, 3))).value(), rolled(y, 3, 3)), 1e-3);
+    }
+}
+
+TEST(GridTransformerBlock, GradientsOfAllItsParameters) {
+  Generator g(4);
+  GridTransformerBlock block({.attention = {.channels = 4,
+                                            .heads = 2,
+                                            .window = {3, 3},
+                                            .boundary = {wrap, Boundary::shrink},
+                                            .rotary = false,
+                                            .relative_bias = true,
+                                            .dtype = f64},
+                              .hidden = 6},
+                             g);
+  std::vector<Tensor> inputs{randn({1, 3, 4, 4}, 0, 1, f64, g)};
+  const auto parameters = block.parameters();
+  for (const Parameter& parameter : parameters) inputs.push_back(parameter.value());
+  EXPECT_EQ(block.named_parameters()[6].name, "attention.table");
+  {
+    Tape tape;
+    tape.backward({block(Variable(inputs[0]))}, {Tensor::full({1, 3, 4, 4}, 1, f64)});
+    for (const auto& [name, parameter] : block.named_parameters()) {
+      EXPECT_TRUE(parameter.grad().defined()) << name;
+      EXPECT_EQ(parameter.grad().shape(), parameter.shape()) << name;
+    }
+  }
+  const auto report = gradcheck(
+      [&](const std::vector<Variable>& x) { return std::vector<Variable>{block(x[0])}; }, {inputs[0]});
+  EXPECT_TRUE(report) << report;
+}
+
+TEST(NeighborhoodAttention, TakesGridsOfAnySizeAndRefusesOthers) {
+  NeighborhoodAttention layer({.channels = 8, .heads = 2, .window = {3, 3}});
+  for (const Shape& shape : {Shape{1, 4, 5, 8}, Shape{2, 3, 3, 8}, Shape{1, 1, 9, 8}})
+    EXPECT_EQ(layer(Variable(randn(shape))).shape(), shape);
+  try {
+    layer(Variable(randn({1, 4, 8})));
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(), "[neighborhood_attention] expected x [B, 2 grid axes, 8], got [1, 4, 8]");
+  }
+}
+
+// One voxel is felt in its windows, and nowhere else.
+TEST(NeighborhoodAttention, IsLocal) {
+  Generator g(5);
+  NeighborhoodAttention layer({.channels = 8, .heads = 2, .window = {3, 3}, .boundary = {wrap, wrap}}, g);
+  const Tensor x = randn({1, 6, 7, 8}, 0, 1, f32, g);
+  Tensor changed = x.clone();
+  changed.select(0, 0).select(0, 0).select(0, 0).fill_(9);
+  const Tensor a = layer(Variable(x)).value(), b = layer(Variable(changed)).value();
+  for (int64_t r = 0; r < 6; ++r)
+    for (int64_t c = 0; c < 7; ++c) {
+      const bool near = (r <= 1 || r == 5) && (c <= 1 || c == 6);
+      const auto at = [&](const Tensor& t) { return t.select(0, 0).select(0, r).select(0, c); };
+      EXPECT_EQ(largest_difference(at(a), at(b)) > 0, near) << r << ", " << c;
+    }
+}
+
+TEST(CrossAttention, EqualsItsComposition) {
+  Generator g(6);
+  CrossAttention layer({.query_dim = 10, .context_dim = 6, .heads = 3, .head_dim = 4, .dtype = f64}, g);
+  const Variable x(randn({2, 5, 10}, 0, 1, f64, g)), context(randn({2, 7, 6}, 0, 1, f64, g));
+  const auto heads = [](const Variable& y) {
+    return permute(reshape(y, {2, y.size(1), 3, 4}), {0, 2, 1, 3});
+  };
+  const Variable q = heads(linear(x, layer.to_q.weight)), k = heads(linear(context, layer.to_k.weight)),
+                 v = heads(linear(context, layer.to_v.weight));
+  const Variable p = softmax(matmul(q, transpose(k, 2, 3)) * 0.5);
+  const Variable mixed = reshape(permute(matmul(p, v), {0, 2, 1, 3}), {2, 5, 12});
+  const Variable expected = linear(mixed, layer.to_out.weight, layer.to_out.bias);
+  EXPECT_LT(largest_difference(layer(x, context).value(), expected.value()), 1e-13);
+  EXPECT_EQ(layer.parameter_count(), 10 * 12 + 2 * 6 * 12 + 12 * 10 + 10);
+  CrossAttention self({.query_dim = 10});
+  EXPECT_EQ(self(Variable(randn({1, 3, 10}))).shape(), Shape({1, 3, 10}));
+}
+
+TEST(CrossAttention, Trains) {
+  manual_seed(1);
+  CrossAttention layer({.query_dim = 8, .context_dim = 4, .heads = 2, .head_dim = 8, .dropout = 0.1});
+  const Variable x(randn({4, 6, 8})), context(randn({4, 9, 4}));
+  const Tensor wanted = randn({4, 6, 8});
+  double first = 0, last = 0;
+  for (int step = 0; step < 200; ++step) {
+    Tape tape;
+    const Variable error = layer(x, context) - Variable(wanted), loss = mean(error * error);
+    if (step == 0) first = loss.item();
+    last = loss.item();
+    tape.backward(loss);
+    for (Parameter& p : std::vector<Parameter>(layer.parameters())) {
+      add_into(p.mutable_value(), (Variable(p.grad()) * -0.5).value());
+      p.zero_grad();
+    }
+  }
+  EXPECT_LT(last, 0.8 * first);
+}
+
+}  // namespace
+}  // namespace torus
