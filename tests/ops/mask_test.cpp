@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <fstream>
 #include <limits>
 #include <numeric>
 #include <set>
@@ -335,7 +336,11 @@ double distance(const Tensor& a, const Tensor& b) {
 // noise.
 void expect_fused_equals_reference(const Case& c, uint64_t seed) {
   Generator g(seed);
-  const auto make = [&](int64_t h, int64_t n, int64_t d) { return randn({c.batch, h, n, d}, 0, 1, f64, g); };
+  // Heads beside each other in memory, or one after another.
+  const auto make = [&](int64_t h, int64_t n, int64_t d) {
+    return seed % 2 ? randn({c.batch, n, h, d}, 0, 1, f64, g).transpose(1, 2)
+                    : randn({c.batch, h, n, d}, 0, 1, f64, g);
+  };
   const Tensor q0 = make(c.heads, c.queries, c.width), k0 = make(c.kv_heads, c.keys, c.width),
                v0 = make(c.kv_heads, c.keys, c.value_width), d_out = make(c.heads, c.queries, c.value_width),
                d_lse = randn({c.batch, c.heads, c.queries}, 0, 1, f64, g);
@@ -639,6 +644,37 @@ TEST(MaskedAttention, SameBitsForAnyThreads) {
     EXPECT_EQ(one, run()) << threads;
   }
   set_num_threads(before);
+}
+
+int64_t status_kilobytes(const std::string& field) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);)
+    if (line.starts_with(field)) return std::stoll(line.substr(field.size() + 1));
+  return 0;
+}
+
+// By the allocator's count, and by the resident size of the process.
+TEST(MaskedAttention, MemoryGrowsWithTheTokens) {
+  const auto peak = [](const Mask& mask, int64_t n) {
+    const Variable q(randn({1, 2, n, 8}), true), k(randn({1, 2, n, 8}), true), v(randn({1, 2, n, 8}), true);
+    reset_peak_memory();
+    const int64_t before = memory_stats().live_bytes;
+    Tape tape;
+    const Variable out = attention(q, k, v, {.mask = mask}).out;
+    tape.backward({out}, {Tensor::full(out.shape(), 1)});
+    return memory_stats().peak_bytes - before;
+  };
+  const auto window = [](int64_t side) {
+    return neighborhood(
+        {.grid = {side, side, side}, .window = {3}, .boundary = {wrap, shift, Boundary::shrink}});
+  };
+  const int64_t small = peak(window(16), 16 * 16 * 16), resident = status_kilobytes("VmRSS:");
+  EXPECT_LE(peak(window(32), 32 * 32 * 32), 8.1 * static_cast<double>(small));
+  const std::vector<int64_t> documents(32, 1024);
+  for (const Mask& mask :
+       {sliding_window(30, 2), document(documents), sliding_window(9, 9) & document(documents)})
+    EXPECT_LE(peak(mask, 1 << 15), 8.1 * static_cast<double>(small));
+  EXPECT_LE(status_kilobytes("VmHWM:") - resident, 500 * 1024) << "scores of 2^15 x 2^15 would be 8 GiB";
 }
 
 TEST(Mask, RefusesWhatDoesNotFit) {
