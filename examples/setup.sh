@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # To be sourced by scripts that build Torus on Debian 12, Ubuntu 24.04 or newer.
 
 # A program counts wherever it comes from, a library if its package is installed.
