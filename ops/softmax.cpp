@@ -253,7 +253,8 @@ Variable logsumexp(const Variable& x, int axis, bool keep) {
                   const Tensor dy = keep ? grads[0] : grads[0].unsqueeze(axis);
                   return {mapped(logsumexp_backward_kernel, dy.expand(from.shape()), from,
                                  saved_y.get().expand(from.shape()))};
-                });
+                },
+                Infinities::negative);
 }
 
 }  // namespace torus

@@ -103,7 +103,8 @@ Variable masked_fill(const Variable& x, const Tensor& mask, double value) {
   return record("masked_fill", {x}, chosen(which, constant(value, x.value()), x.value()),
                 [saved = Saved(which)](const OutputGrads& grads) -> std::vector<Tensor> {
                   return {chosen(saved.get(), constant(0, grads[0]), grads[0])};
-                });
+                },
+                Infinities::both);
 }
 
 Tensor& masked_fill_(Tensor& x, const Tensor& mask, double value) {

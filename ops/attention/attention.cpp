@@ -5,7 +5,9 @@
 #include <limits>
 
 #include "torus/autograd/tape.h"
+#include "torus/core/profiler.h"
 #include "torus/ops/attention/backend.h"
+#include "torus/ops/attention/map.h"
 #include "torus/ops/ops.h"
 
 namespace torus {
@@ -86,6 +88,16 @@ Tensor row_gradient(const AttentionGradients& g, DType dtype) {
   for (int64_t i = 0; i < lse.numel(); ++i)
     no_key.mutable_data<bool>()[i] = lse.data<double>()[i] == -std::numeric_limits<double>::infinity();
   return masked_fill(Variable(g.d_lse), no_key, 0).value().to(dtype).unsqueeze(3);
+}
+
+// `widths`: of the rows that each allowed score is multiplied with or made from.
+void count(ProfileScope& scope, const AttentionProblem& p, int64_t widths,
+           std::initializer_list<const Tensor*> tensors) {
+  if (!scope) return;
+  for (const Tensor* tensor : tensors) scope.add(*tensor);
+  scope.add_flops(2.0 * static_cast<double>(p.batch() * p.heads() * widths) *
+                  static_cast<double>(
+                      p.mask.rule().map({p.queries(), p.keys(), p.batch(), p.heads()})->needed));
 }
 
 const AttentionBackend& choose(const AttentionProblem& problem, Backend wanted) {
@@ -172,7 +184,12 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
   Tensor out = detail::empty_heads(problem.batch(), problem.heads(), problem.queries(), problem.value_width(),
                                    q.dtype(), q.device());
   Tensor lse = Tensor::empty({problem.batch(), problem.heads(), problem.queries()}, lse_dtype, q.device());
-  backend.forward(problem, out, lse);
+  {
+    ProfileScope scope("attention.forward", ScopeKind::kernel);
+    count(scope, problem, problem.width() + problem.value_width(),
+          {&problem.q, &problem.k, &problem.v, &out, &lse});
+    backend.forward(problem, out, lse);
+  }
 
   // Saved: the operands, out (for delta = rowsum(dO * O)) and lse (to recompute the weights).
   std::vector<Saved> saved;
@@ -184,38 +201,44 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
   }
   problem.q = problem.k = problem.v = Tensor();
   problem.bias.clear();
-  auto results = record("attention", inputs, std::vector{out, lse},
-                        [=, run = backend.backward](const OutputGrads& grads) -> std::vector<Tensor> {
-                          AttentionProblem again = problem;
-                          again.q = saved[0].get(), again.k = saved[1].get(), again.v = saved[2].get();
-                          AttentionGradients g;
-                          g.out = saved[3].get(), g.lse = saved[4].get();
-                          g.d_out = grads[0].defined() ? unit_stride(grads[0]) : Tensor();
-                          g.d_lse = grads[1];
-                          const auto like = [&](const Tensor& x) {
-                            return detail::empty_heads(x.size(0), x.size(1), x.size(2), x.size(3), x.dtype(),
-                                                       x.device());
-                          };
-                          if (grads.wants(0)) g.dq = like(again.q);
-                          if (grads.wants(1)) g.dk = like(again.k);
-                          if (grads.wants(2)) g.dv = like(again.v);
-                          std::vector<Tensor> constant_along_keys(terms.size());
-                          for (size_t i = 0; i < terms.size(); ++i) {
-                            const Tensor& value = saved[5 + i].get();
-                            again.bias.push_back(terms[i].with(Variable(value)));
-                            g.d_bias.emplace_back();
-                            if (!grads.wants(3 + i)) continue;
-                            if (terms[i].kind() == AttentionBias::Kind::dense && value.size(3) == 1)
-                              constant_along_keys[i] = row_gradient(g, value.dtype());
-                            else
-                              g.d_bias[i] = Tensor::empty(value.shape(), value.dtype(), value.device());
-                          }
-                          run(again, g);
-                          std::vector<Tensor> result{g.dq, g.dk, g.dv};
-                          for (size_t i = 0; i < terms.size(); ++i)
-                            result.push_back(g.d_bias[i].defined() ? g.d_bias[i] : constant_along_keys[i]);
-                          return result;
-                        });
+  auto results = record(
+      "attention", inputs, std::vector{out, lse},
+      [=, run = backend.backward](const OutputGrads& grads) -> std::vector<Tensor> {
+        AttentionProblem again = problem;
+        again.q = saved[0].get(), again.k = saved[1].get(), again.v = saved[2].get();
+        AttentionGradients g;
+        g.out = saved[3].get(), g.lse = saved[4].get();
+        g.d_out = grads[0].defined() ? unit_stride(grads[0]) : Tensor();
+        g.d_lse = grads[1];
+        const auto like = [&](const Tensor& x) {
+          return detail::empty_heads(x.size(0), x.size(1), x.size(2), x.size(3), x.dtype(), x.device());
+        };
+        if (grads.wants(0)) g.dq = like(again.q);
+        if (grads.wants(1)) g.dk = like(again.k);
+        if (grads.wants(2)) g.dv = like(again.v);
+        std::vector<Tensor> constant_along_keys(terms.size());
+        for (size_t i = 0; i < terms.size(); ++i) {
+          const Tensor& value = saved[5 + i].get();
+          again.bias.push_back(terms[i].with(Variable(value)));
+          g.d_bias.emplace_back();
+          if (!grads.wants(3 + i)) continue;
+          if (terms[i].kind() == AttentionBias::Kind::dense && value.size(3) == 1)
+            constant_along_keys[i] = row_gradient(g, value.dtype());
+          else
+            g.d_bias[i] = Tensor::empty(value.shape(), value.dtype(), value.device());
+        }
+        {
+          ProfileScope scope("attention.backward", ScopeKind::kernel);
+          count(scope, again, 3 * again.width() + 2 * again.value_width(),
+                {&again.q, &again.k, &again.v, &g.out, &g.d_out, &g.dq, &g.dk, &g.dv});
+          run(again, g);
+        }
+        std::vector<Tensor> result{g.dq, g.dk, g.dv};
+        for (size_t i = 0; i < terms.size(); ++i)
+          result.push_back(g.d_bias[i].defined() ? g.d_bias[i] : constant_along_keys[i]);
+        return result;
+      },
+      Infinities::negative);
   return {results[0], results[1]};
 }
 

@@ -263,6 +263,9 @@ TEST(Profiler, WritesATrace) {
     held = Tensor::zeros({1000});
     run_product();
   }
+  int value = 0;
+  no_tensor(cpu, value);  // memory is as it was
+  no_tensor(cpu, value);
   auto events = trace(profiler);
   const auto& spans = events["X"];
   ASSERT_EQ(spans.size(), profiler.events().size());

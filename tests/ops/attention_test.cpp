@@ -7,9 +7,11 @@
 #include <fstream>
 #include <limits>
 
+#include "torus/autograd/anomaly.h"
 #include "torus/autograd/gradcheck.h"
 #include "torus/autograd/tape.h"
 #include "torus/core/parallel.h"
+#include "torus/core/profiler.h"
 #include "torus/ops/ops.h"
 
 namespace torus {
@@ -438,6 +440,25 @@ TEST(Attention, NeverHoldsAllScores) {
   // out, lse, delta, the gradient of out, and three gradients.
   EXPECT_LE(memory_stats().peak_bytes - before, 5 * bytes + 2 * n * 4 + 4096);
   EXPECT_LE(status_kilobytes("VmHWM:") - resident, 400 * 1024) << "N x N scores would be 1 GiB";
+}
+
+// Rows without keys have lse -inf by definition: no anomaly. Both passes show in a profile, with their
+// operations.
+TEST(Attention, IsProfiledAndPassesAnomalyMode) {
+  const Problem p{.queries = 100, .keys = 30, .mask = causal(Align::bottom_right)};
+  const Operands o = random_operands(p, 20);
+  const AnomalyMode anomaly;
+  Profiler profiler;
+  for (Backend backend : {Backend::cpu, Backend::reference}) run(p, o, f64, backend, false);
+  profiler.stop();
+  double forward = 0, backward = 0;
+  for (const ProfileEvent& event : profiler.events()) {
+    if (std::string(event.name) == "attention.forward") forward += event.flops;
+    if (std::string(event.name) == "attention.backward") backward += event.flops;
+  }
+  const double pairs = 30 * 31 / 2 * p.batch * p.heads;
+  EXPECT_EQ(forward, 2 * pairs * (p.width + p.value_width));
+  EXPECT_EQ(backward, 2 * pairs * (3 * p.width + 2 * p.value_width));
 }
 
 TEST(Attention, RefusesWhatDoesNotFit) {
