@@ -24,7 +24,7 @@ namespace {
 #if defined(__SANITIZE_ADDRESS__)
 constexpr size_t cache_limit = 0;  // so that the sanitizer sees every use after free
 #else
-constexpr size_t cache_limit = size_t{512} << 20;
+constexpr size_t cache_limit = size_t{2} << 30;
 #endif
 
 // Freed blocks are kept by size, because the same sizes come back every training step and fresh pages cost

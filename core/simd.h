@@ -2,6 +2,10 @@
 // installed.
 #pragma once
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -79,10 +83,15 @@ IntVector<T> lanes_of_bits(uint64_t bits) {
   return (place & static_cast<Int>(bits)) != 0;
 }
 
-/// exp, a few units in the last place; 0 below the smallest normal result, infinity above the largest, NaN of
-/// NaN.
+/// exp, a few units in the last place; 0 for what is too small, infinity for what is too large, NaN of NaN.
 inline FloatVector exp(FloatVector x) {
   const FloatVector shift = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+#if defined(__AVX512F__)
+  // Subnormal results would be slow to make and to use. A NaN compares with nothing, so it stays.
+  const __mmask16 normal =
+      _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_set1_ps(-87.3365f), _CMP_NLT_UQ);
+  x = x > 89.f ? splat(89.f) : x;
+#endif
   const FloatVector biased = x * 1.44269504f + shift, n = biased - shift;
   FloatVector r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
@@ -93,11 +102,16 @@ inline FloatVector exp(FloatVector x) {
   p = p * r + 1.66666655e-1f;
   p = p * r + 5.00000000e-1f;
   p = p * (r * r) + r + 1.f;
+#if defined(__AVX512F__)
+  return reinterpret_cast<FloatVector>(
+      _mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(n)));
+#else
   const Int32Vector exponent = std::bit_cast<Int32Vector>(biased) << 23;
   FloatVector y = std::bit_cast<FloatVector>(std::bit_cast<Int32Vector>(p) + exponent);
   y = x < -87.3365f ? FloatVector{} : y;
   y = x > 88.7228f ? splat(std::numeric_limits<float>::infinity()) : y;
   return x == x ? y : x;
+#endif
 }
 
 inline DoubleVector exp(DoubleVector x) {

@@ -95,9 +95,9 @@ void count(ProfileScope& scope, const AttentionProblem& p, int64_t widths,
            std::initializer_list<const Tensor*> tensors) {
   if (!scope) return;
   for (const Tensor* tensor : tensors) scope.add(*tensor);
-  scope.add_flops(2.0 * static_cast<double>(p.batch() * p.heads() * widths) *
-                  static_cast<double>(
-                      p.mask.rule().map({p.queries(), p.keys(), p.batch(), p.heads()})->needed));
+  scope.add_flops(
+      2.0 * static_cast<double>(p.batch() * p.heads() * widths) *
+      static_cast<double>(p.mask.rule().map({p.queries(), p.keys(), p.batch(), p.heads()})->needed));
 }
 
 const AttentionBackend& choose(const AttentionProblem& problem, Backend wanted) {

@@ -157,22 +157,31 @@ void for_each_panel(const Block& block, int64_t used_lanes, F&& f) {
     f(static_cast<const Panel&>(panel));
   };
   if (!block.bits) return all_rows(false);
+  // The rows that each group of lanes needs.
   constexpr uint64_t group = lanes == 64 ? ~uint64_t{0} : (uint64_t{1} << lanes) - 1;
-  int64_t needed = 0;
-  for (int64_t lane = 0; lane < used_lanes; lane += lanes)
-    for (int64_t r = 0; r < block.count; ++r) needed += (block.bits[r] >> lane & group) != 0;
-  // Wide panels are a little faster for each score, so splitting must save something.
-  if (8 * needed * lanes >= 7 * block.count * used_lanes) return all_rows(true);
-  panel.lanes = lanes, panel.masked = true;
-  for (panel.lane = 0; panel.lane < used_lanes; panel.lane += lanes) {
-    panel.count = 0;
+  const int64_t groups = used_lanes / lanes;
+  uint8_t rows[tile_size / lanes][tile_size];
+  int64_t counts[tile_size / lanes], needed = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    int64_t count = 0;
     for (int64_t r = 0; r < block.count; ++r) {
-      const uint64_t word = block.bits[r] >> panel.lane & group;
-      if (word == 0) continue;
-      panel.rows[panel.count] = r;
-      panel.words[panel.count++] = word;
+      rows[g][count] = static_cast<uint8_t>(r);
+      count += (block.bits[r] >> (g * lanes) & group) != 0;
     }
-    if (panel.count > 0) f(static_cast<const Panel&>(panel));
+    counts[g] = count;
+    needed += count;
+  }
+  // Wide panels are a little faster for each score, so splitting must save something.
+  if (8 * needed >= 7 * block.count * groups) return all_rows(true);
+  panel.lanes = lanes, panel.masked = true;
+  for (int64_t g = 0; g < groups; ++g) {
+    if (counts[g] == 0) continue;
+    panel.lane = g * lanes, panel.count = counts[g];
+    for (int64_t i = 0; i < counts[g]; ++i) {
+      panel.rows[i] = rows[g][i];
+      panel.words[i] = block.bits[rows[g][i]] >> panel.lane & group;
+    }
+    f(static_cast<const Panel&>(panel));
   }
 }
 

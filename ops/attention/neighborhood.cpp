@@ -62,28 +62,43 @@ OwnerOrder Grid::boxes(const std::vector<int64_t>& reach) const {
     box[axis] = std::min(2 * box[axis], sizes_[axis]);
   }
 
-  // Boxes of nearly equal sides, in row-major order, and so are the tokens of each.
-  std::vector<int64_t> counts(n), index(n, 0);
-  for (size_t a = 0; a < n; ++a) counts[a] = (sizes_[a] + box[a] - 1) / box[a];
-  const auto start = [&](size_t a, int64_t i) { return i * sizes_[a] / counts[a]; };
+  // Boxes of nearly equal sides, in row-major order.
+  std::vector<int64_t> counts(n);
+  int64_t boxes = 1;
+  for (size_t a = 0; a < n; ++a) boxes *= counts[a] = (sizes_[a] + box[a] - 1) / box[a];
   OwnerOrder result;
   result.first.push_back(0);
-  const int64_t boxes = std::accumulate(counts.begin(), counts.end(), int64_t{1}, std::multiplies<>());
   for (int64_t b = 0; b < boxes; ++b) {
+    std::vector<int64_t> from(n), to(n);
     int64_t rest = b;
-    for (size_t a = n; a-- > 0;) index[a] = rest % counts[a], rest /= counts[a];
-    std::vector<int64_t> tokens{0};
-    for (size_t a = 0; a < n; ++a) {
-      std::vector<int64_t> next;
-      for (int64_t token : tokens)
-        for (int64_t c = start(a, index[a]); c < start(a, index[a] + 1); ++c)
-          next.push_back(token * sizes_[a] + c);
-      tokens = std::move(next);
+    for (size_t a = n; a-- > 0; rest /= counts[a]) {
+      from[a] = rest % counts[a] * sizes_[a] / counts[a];
+      to[a] = (rest % counts[a] + 1) * sizes_[a] / counts[a];
     }
-    result.tokens.insert(result.tokens.end(), tokens.begin(), tokens.end());
+    append_box(result.tokens, from, to);
     result.first.push_back(static_cast<int64_t>(result.tokens.size()));
   }
   return result;
+}
+
+// Halves along the longest side, one after the other: so any few tokens that follow each other lie close
+// together.
+void Grid::append_box(std::vector<int64_t>& tokens, std::vector<int64_t> from,
+                      std::vector<int64_t> to) const {
+  size_t longest = 0;
+  for (size_t a = 0; a < from.size(); ++a)
+    if (to[a] - from[a] > to[longest] - from[longest]) longest = a;
+  if (from.empty() || to[longest] - from[longest] == 1) {
+    int64_t token = 0;
+    for (size_t a = 0; a < from.size(); ++a) token = token * sizes_[a] + from[a];
+    tokens.push_back(token);
+    return;
+  }
+  const int64_t middle = from[longest] + (to[longest] - from[longest] + 1) / 2, end = to[longest];
+  to[longest] = middle;
+  append_box(tokens, from, to);
+  from[longest] = middle, to[longest] = end;
+  append_box(tokens, std::move(from), std::move(to));
 }
 
 NamedGrids::NamedGrids(std::vector<int64_t> grid, std::vector<int64_t> key_grid)
