@@ -7,11 +7,11 @@ namespace torus {
 namespace {
 
 const std::string format_name = "torus checkpoint";
-constexpr int64_t format_version = 1;
+constexpr int64_t format_version = 2;
 
 // Writing and reading name the same members in the same places: `visit` is given each in turn.
 template <class Config, class F>
-void visit_config(Config& config, F&& visit) {
+void visit_config(Config& config, int64_t version, F&& visit) {
   visit("vocab_size", config.vocab_size);
   visit("context", config.context);
   visit("layers", config.layers);
@@ -20,6 +20,12 @@ void visit_config(Config& config, F&& visit) {
   visit("dropout", config.dropout);
   visit("tied_head", config.tied_head);
   visit("bias", config.bias);
+  if (version < 2) return;  // which has none of the rest
+  visit("kv_heads", config.kv_heads);
+  visit("norm", config.norm);
+  visit("post_norm", config.post_norm);
+  visit("swiglu", config.swiglu);
+  visit("rotary", config.rotary);
 }
 
 template <class State, class F>
@@ -57,10 +63,19 @@ DType dtype_named(const std::string& wanted, const std::string& path) {
   fail(Error::Kind::File, "[checkpoint] ", path, ": no floating dtype is called \"", wanted, "\"");
 }
 
+// Another floating dtype is converted.
 void check_tensor(const std::string& what, const Tensor& tensor, const Variable& parameter) {
-  check(tensor.shape() == parameter.shape() && tensor.dtype() == parameter.dtype(), Error::Kind::Value,
+  check(tensor.shape() == parameter.shape() && is_floating(tensor.dtype()), Error::Kind::Value,
         "[checkpoint] expected ", what, " as in the model, ", parameter.dtype(), " ", parameter.shape(),
         ", got ", tensor.dtype(), " ", tensor.shape());
+}
+
+// A moment that the optimizer has not, or has.
+void check_moment(const std::string& what, const Tensor& saved, const Tensor& own,
+                  const Variable& parameter) {
+  check(saved.defined() == own.defined(), Error::Kind::Value, "[checkpoint] expected ",
+        own.defined() ? "" : "no ", what, ", got ", saved.defined() ? "one" : "none");
+  if (saved.defined()) check_tensor(what, saved, parameter);
 }
 
 // One entry for each parameter and no other.
@@ -75,7 +90,9 @@ void check_names(const std::string& what, const std::map<std::string, Entry>& en
 }
 
 void check_model(const Checkpoint& checkpoint, const GPT& model) {
-  check(checkpoint.model == model.config(), Error::Kind::Value,
+  GPTConfig config = checkpoint.model;
+  config.dtype = model.config().dtype;
+  check(config == model.config(), Error::Kind::Value,
         "[checkpoint] the model's configuration is not that of the checkpoint");
   const auto parameters = model.named_parameters();
   check_names("the weights", checkpoint.weights, parameters);
@@ -84,13 +101,17 @@ void check_model(const Checkpoint& checkpoint, const GPT& model) {
 
 }  // namespace
 
-Checkpoint make_checkpoint(const GPT& model, const AdamW& optimizer) {
+Checkpoint make_checkpoint(const GPT& model, const Optimizer& optimizer) {
   Checkpoint result;
   result.model = model.config();
   result.generator = default_generator().state();
   for (const auto& [name, parameter] : model.named_parameters()) result.weights[name] = parameter.value();
-  for (size_t i = 0; i < optimizer.states().size(); ++i)
-    result.optimizer[optimizer.parameters()[i].name] = optimizer.states()[i];
+  result.optimizer_name = optimizer.name();
+  for (size_t i = 0; i < optimizer.states().size(); ++i) {
+    const auto& [name, parameter] = optimizer.parameters()[i];
+    result.weights[name] = parameter.value();
+    result.optimizer[name] = optimizer.states()[i];
+  }
   return result;
 }
 
@@ -99,7 +120,7 @@ void save_checkpoint(const std::string& path, const Checkpoint& checkpoint) {
     Hdf5File file = Hdf5File::create(temporary);
     file.set_attribute("/", "format", format_name);
     file.set_attribute("/", "version", format_version);
-    visit_config(checkpoint.model, writer(file, "model"));
+    visit_config(checkpoint.model, format_version, writer(file, "model"));
     file.set_attribute("model", "dtype", std::string(name(checkpoint.model.dtype)));
     visit_state(checkpoint, writer(file, "state"));
     file.create_group("settings");
@@ -113,10 +134,14 @@ void save_checkpoint(const std::string& path, const Checkpoint& checkpoint) {
     file.write("vocabulary",
                Tensor::from(checkpoint.vocabulary, {static_cast<int64_t>(checkpoint.vocabulary.size())}));
     for (const auto& [name, value] : checkpoint.weights) file.write("weights/" + name, value);
+    file.create_group("optimizer");
+    file.set_attribute("optimizer", "name", checkpoint.optimizer_name);
     for (const auto& [name, state] : checkpoint.optimizer) {
-      file.write("optimizer/" + name + "/first", state.first);
-      file.write("optimizer/" + name + "/second", state.second);
-      file.set_attribute("optimizer/" + name, "steps", state.steps);
+      const std::string group = "optimizer/" + name;
+      file.create_group(group);
+      if (state.first.defined()) file.write(group + "/first", state.first);
+      if (state.second.defined()) file.write(group + "/second", state.second);
+      file.set_attribute(group, "steps", state.steps);
     }
     file.close();
   });
@@ -132,7 +157,7 @@ Checkpoint load_checkpoint(const std::string& path) {
         "; this program reads up to ", format_version);
 
   Checkpoint result;
-  visit_config(result.model, reader(file, "model"));
+  visit_config(result.model, version, reader(file, "model"));
   result.model.dtype = dtype_named(file.attribute<std::string>("model", "dtype"), path);
   visit_state(result, reader(file, "state"));
   const auto names = file.attribute<std::vector<std::string>>("settings", "names");
@@ -143,9 +168,13 @@ Checkpoint load_checkpoint(const std::string& path) {
   result.vocabulary = file.read("vocabulary").to_vector<int64_t>();
   for (const auto& entry : file.list("weights"))
     result.weights[entry.name] = file.read("weights/" + entry.name);
+  if (version >= 2) result.optimizer_name = file.attribute<std::string>("optimizer", "name");
   for (const auto& entry : file.list("optimizer")) {
     const std::string group = "optimizer/" + entry.name;
-    result.optimizer[entry.name] = {file.read(group + "/first"), file.read(group + "/second"),
+    const auto moment = [&](const std::string& name) {
+      return file.contains(group + "/" + name) ? file.read(group + "/" + name) : Tensor();
+    };
+    result.optimizer[entry.name] = {moment("first"), moment("second"),
                                     file.attribute<int64_t>(group, "steps")};
   }
   return result;
@@ -157,21 +186,26 @@ void restore(const Checkpoint& checkpoint, GPT& model) {
     parameter.mutable_value().copy_(checkpoint.weights.at(name));
 }
 
-void restore(const Checkpoint& checkpoint, GPT& model, AdamW& optimizer) {
+void restore(const Checkpoint& checkpoint, GPT& model, Optimizer& optimizer) {
+  check(checkpoint.optimizer_name == optimizer.name(), Error::Kind::Value,
+        "[checkpoint] expected the state of ", optimizer.name(), ", got that of ", checkpoint.optimizer_name);
   check_names("the optimizer's state", checkpoint.optimizer, optimizer.parameters());
-  for (const auto& [name, parameter] : optimizer.parameters()) {
-    const AdamW::State& state = checkpoint.optimizer.at(name);
-    check_tensor("the first moment of " + name, state.first, parameter);
-    check_tensor("the second moment of " + name, state.second, parameter);
+  for (size_t i = 0; i < optimizer.states().size(); ++i) {
+    const auto& [name, parameter] = optimizer.parameters()[i];
+    const Optimizer::State &state = checkpoint.optimizer.at(name), &own = optimizer.states()[i];
+    check_moment("the first moment of " + name, state.first, own.first, parameter);
+    check_moment("the second moment of " + name, state.second, own.second, parameter);
     check(state.steps >= 0, Error::Kind::Value, "[checkpoint] expected steps of at least 0 for ", name,
           ", got ", state.steps);
   }
   restore(checkpoint, model);
   for (size_t i = 0; i < optimizer.states().size(); ++i) {
-    const AdamW::State& from = checkpoint.optimizer.at(optimizer.parameters()[i].name);
-    AdamW::State& to = optimizer.states()[i];
-    to.first.copy_(from.first);
-    to.second.copy_(from.second);
+    auto [name, parameter] = optimizer.parameters()[i];
+    parameter.mutable_value().copy_(checkpoint.weights.at(name));
+    const Optimizer::State& from = checkpoint.optimizer.at(name);
+    Optimizer::State& to = optimizer.states()[i];
+    if (to.first.defined()) to.first.copy_(from.first);
+    if (to.second.defined()) to.second.copy_(from.second);
     to.steps = from.steps;
   }
   default_generator().set_state(checkpoint.generator);

@@ -21,12 +21,13 @@ struct Checkpoint {
   int64_t loader_position = 0;                  // index of the next batch
   Generator::State generator;                   // of the dropout
   std::map<std::string, Tensor> weights;
-  std::map<std::string, AdamW::State> optimizer;
+  std::string optimizer_name = "adamw";
+  std::map<std::string, Optimizer::State> optimizer;
 };
 
 /// A checkpoint of this model and optimizer, and of the default generator; the other members are the
-/// caller's.
-Checkpoint make_checkpoint(const GPT& model, const AdamW& optimizer);
+/// caller's. Weights are those that the optimizer steps: masters, if the model has them.
+Checkpoint make_checkpoint(const GPT& model, const Optimizer& optimizer);
 
 /// Replaces the file at `path` as a whole: if anything fails, as on a full disk, what was there stays and the
 /// error is thrown.
@@ -36,10 +37,11 @@ void save_checkpoint(const std::string& path, const Checkpoint& checkpoint);
 /// newer format.
 Checkpoint load_checkpoint(const std::string& path);
 
-/// Sets the weights, the optimizer's state and the default generator to those of the checkpoint. Throws
-/// Error{Value}, before it changes anything, where the checkpoint is of another model. The second form leaves
-/// optimizer and generator: what a program needs that only evaluates.
-void restore(const Checkpoint& checkpoint, GPT& model, AdamW& optimizer);
+/// Sets the weights, of the model and of what the optimizer steps, the optimizer's state and the default
+/// generator to those of the checkpoint. Throws Error{Value}, before it changes anything, where the
+/// checkpoint is of another model or optimizer; another dtype is converted. The second form leaves optimizer
+/// and generator: what a program needs that only evaluates.
+void restore(const Checkpoint& checkpoint, GPT& model, Optimizer& optimizer);
 void restore(const Checkpoint& checkpoint, GPT& model);
 
 }  // namespace torus

@@ -8,23 +8,29 @@ namespace torus {
 
 GPT::GPT(const GPTConfig& config, Generator& generator)
     : tokens(config.vocab_size, config.width, config.dtype, generator),
-      positions(config.context, config.width, config.dtype, generator),
-      norm(config.width, {.bias = config.bias, .dtype = config.dtype}),
+      positions(config.rotary ? 0 : config.context, config.width, config.dtype, generator),
+      norm(config.width, {.kind = config.norm, .bias = config.bias, .dtype = config.dtype}),
       config_(config),
       dropout_(config.dropout) {
   check(config.vocab_size > 0 && config.context > 0 && config.layers > 0, Error::Kind::Value,
         "[gpt] vocab_size, context and layers must be positive, got ", config.vocab_size, ", ",
         config.context, " and ", config.layers);
   add("tokens", tokens);
-  add("positions", positions);
+  if (!config.rotary) add("positions", positions);
   for (int64_t i = 0; i < config.layers; ++i) {
-    blocks.emplace_back(
-        config.width, config.heads,
-        TransformerBlockOptions{.dropout = config.dropout, .bias = config.bias, .dtype = config.dtype},
-        generator);
+    blocks.emplace_back(config.width, config.heads,
+                        TransformerBlockOptions{.kv_heads = config.kv_heads,
+                                                .dropout = config.dropout,
+                                                .bias = config.bias,
+                                                .norm = config.norm,
+                                                .post_norm = config.post_norm,
+                                                .swiglu = config.swiglu,
+                                                .rotary = config.rotary,
+                                                .dtype = config.dtype},
+                        generator);
     add("blocks." + std::to_string(i), blocks.back());
   }
-  add("norm", norm);
+  if (!config.post_norm) add("norm", norm);
   head = config.tied_head ? tokens.weight : Parameter(tokens.weight.value().clone());
   add("head.weight", head);
   add("dropout", dropout_);
@@ -38,13 +44,27 @@ GPT::GPT(const GPTConfig& config, Generator& generator)
   }
 }
 
-Variable GPT::features(const Tensor& indices) const {
+Variable GPT::embedded(const Tensor& indices, int64_t first) const {
   check(indices.dim() == 2, Error::Kind::Shape, "[gpt] expected tokens [B, T], got ", indices.shape());
-  check(indices.size(1) <= config_.context, Error::Kind::Shape, "[gpt] expected at most ", config_.context,
-        " tokens (the context), got ", indices.size(1));
-  Variable x = dropout_(tokens(indices) + slice(positions.weight, 0, 0, indices.size(1)));
+  const int64_t last = first + indices.size(1);
+  check(last <= config_.context, Error::Kind::Shape, "[gpt] expected at most ", config_.context,
+        " tokens (the context), got ", last);
+  const Variable x = tokens(indices);
+  return dropout_(config_.rotary ? x : x + slice(positions.weight, 0, first, last));
+}
+
+Variable GPT::features(const Tensor& indices) const {
+  Variable x = embedded(indices, 0);
   for (const TransformerBlock& block : blocks) x = block(x, causal());
-  return norm(x);
+  return config_.post_norm ? x : norm(x);
+}
+
+Variable GPT::features(const Tensor& indices, GPTCache& cache) const {
+  Variable x = embedded(indices, cache.length);
+  cache.blocks.resize(blocks.size(), {.capacity = config_.context});
+  for (size_t i = 0; i < blocks.size(); ++i) x = blocks[i](x, cache.blocks[i]);
+  cache.length += indices.size(1);
+  return config_.post_norm ? x : norm(x);
 }
 
 Variable GPT::logits(const Variable& features) const { return linear(features, head); }

@@ -41,6 +41,17 @@ RMSNorm::RMSNorm(int64_t channels, const RMSNormOptions& options)
 
 Variable RMSNorm::operator()(const Variable& x) const { return rms_norm(x, weight, eps_); }
 
+Norm::Norm(int64_t channels, const NormOptions& options)
+    : weight(Tensor::full({channels}, 1, options.dtype)), kind_(options.kind) {
+  if (options.bias && kind_ == NormKind::layer) bias = Parameter(Tensor::zeros({channels}, options.dtype));
+  add("weight", weight);
+  add("bias", bias);
+}
+
+Variable Norm::operator()(const Variable& x) const {
+  return kind_ == NormKind::rms ? rms_norm(x, weight) : layer_norm(x, weight, bias);
+}
+
 Dropout::Dropout(double p) : p_(p) {
   check(p >= 0 && p <= 1, Error::Kind::Value, "[dropout] expected 0 <= p <= 1, got ", p);
 }
@@ -48,14 +59,20 @@ Dropout::Dropout(double p) : p_(p) {
 Variable Dropout::operator()(const Variable& x) const { return training() && p_ > 0 ? dropout(x, p_) : x; }
 
 MLP::MLP(int64_t channels, int64_t hidden, const MLPOptions& options, Generator& generator)
-    : up(channels, hidden, {options.bias, options.dtype}, generator),
+    : up(channels, options.swiglu ? 2 * hidden : hidden, {options.bias, options.dtype}, generator),
       down(hidden, channels, {options.bias, options.dtype}, generator),
+      swiglu_(options.swiglu),
       dropout_(options.dropout) {
   add("up", up);
   add("down", down);
   add("dropout", dropout_);
 }
 
-Variable MLP::operator()(const Variable& x) const { return dropout_(down(gelu(up(x)))); }
+Variable MLP::operator()(const Variable& x) const {
+  if (!swiglu_) return dropout_(down(gelu(up(x))));
+  const Variable both = up(x);
+  const auto parts = split(both, {both.size(-1) / 2, both.size(-1) / 2}, -1);
+  return dropout_(down(silu(parts[0]) * parts[1]));
+}
 
 }  // namespace torus

@@ -66,6 +66,26 @@ class RMSNorm : public Module {
   double eps_;
 };
 
+enum class NormKind { layer, rms };
+
+struct NormOptions {
+  NormKind kind = NormKind::layer;
+  bool bias = true;  // of a layer norm; an RMS norm has none
+  DType dtype = f32;
+};
+
+/// LayerNorm or RMSNorm with their usual eps, whichever a transformer is built with.
+class Norm : public Module {
+ public:
+  explicit Norm(int64_t channels, const NormOptions& options = {});
+  Variable operator()(const Variable& x) const;
+
+  Parameter weight, bias;
+
+ private:
+  NormKind kind_;
+};
+
 /// While training, zeroes each element with probability p and scales the others by 1 / (1 - p); x otherwise.
 /// Draws from the default generator.
 class Dropout : public Module {
@@ -80,10 +100,12 @@ class Dropout : public Module {
 struct MLPOptions {
   double dropout = 0;  // of the output
   bool bias = true;
+  bool swiglu = false;
   DType dtype = f32;
 };
 
-/// down(gelu(up(x))), x [..., C], with `hidden` channels in between.
+/// down(gelu(up(x))), x [..., C], with `hidden` channels in between. With `swiglu` (Shazeer, 2020) `up` has
+/// 2 hidden rows, and down(silu(a) * b) is of its two halves a and b.
 class MLP : public Module {
  public:
   MLP(int64_t channels, int64_t hidden, const MLPOptions& options = {},
@@ -93,6 +115,7 @@ class MLP : public Module {
   Linear up, down;
 
  private:
+  bool swiglu_;
   Dropout dropout_;
 };
 

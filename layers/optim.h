@@ -2,6 +2,8 @@
 #pragma once
 
 #include <functional>
+#include <string>
+#include <vector>
 
 #include "torus/layers/module.h"
 
@@ -10,12 +12,70 @@ namespace torus {
 /// The usual rule of which parameters decay: matrices and embeddings do, biases and norms do not.
 inline bool has_two_axes(const NamedParameter& entry) { return entry.parameter.dim() >= 2; }
 
+/// What all parameters of a group share.
+struct ParameterGroup {
+  std::function<bool(const NamedParameter&)> contains;
+  double lr_scale = 1;     // the learning rate is multiplied by it
+  double decay_scale = 1;  // and so is the weight decay, of those that decay
+};
+
+/// What trains parameters. Every optimizer takes f32 and f64, keeps its state in the parameter's dtype, and
+/// gives the same bits for any thread count. A parameter decays where `decays` says so; the first of `groups`
+/// that contains it scales its learning rate and decay.
+class Optimizer {
+ public:
+  virtual ~Optimizer() = default;
+  Optimizer(const Optimizer&) = delete;
+  Optimizer& operator=(const Optimizer&) = delete;
+
+  /// One step for every parameter that has a gradient; a parameter without one stays, and its t does not
+  /// count on.
+  void step();
+  void zero_grad();
+  void set_lr(double lr) { lr_ = lr; }
+  double lr() const { return lr_; }
+  /// "adamw": of the messages and of the checkpoint.
+  const std::string& name() const { return name_; }
+
+  /// One entry a parameter, in the order given: what a checkpoint must hold.
+  struct State {
+    Tensor first, second;  // shaped as the parameter; undefined where the optimizer needs none
+    int64_t steps = 0;     // t
+  };
+  std::vector<State>& states() { return states_; }
+  const std::vector<State>& states() const { return states_; }
+  const std::vector<NamedParameter>& parameters() const { return parameters_; }
+
+ protected:
+  struct Settings {
+    double lr, weight_decay;
+    const std::function<bool(const NamedParameter&)>& decays;
+    const std::vector<ParameterGroup>& groups;
+  };
+  /// Throws Error{DType} on 16-bit parameters. `moments(parameter)` tensors of each state are made, of zeros.
+  Optimizer(std::string name, std::vector<NamedParameter> parameters, const Settings& settings,
+            const std::function<int(const NamedParameter&)>& moments);
+  /// One parameter, with its own learning rate and weight decay; t is counted already.
+  virtual void update(Tensor& value, State& state, const Tensor& grad, double lr, double decay) = 0;
+
+ private:
+  struct Scales {
+    double lr, decay;
+  };
+  std::string name_;
+  std::vector<NamedParameter> parameters_;
+  double lr_;
+  std::vector<Scales> scales_;
+  std::vector<State> states_;
+};
+
 struct AdamWOptions {
   double lr = 1e-3;
   double beta1 = 0.9, beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 0.01;
   std::function<bool(const NamedParameter&)> decays = has_two_axes;
+  std::vector<ParameterGroup> groups = {};
 };
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019). In step t of a parameter p with gradient
@@ -23,41 +83,113 @@ struct AdamWOptions {
 ///   p -= lr * weight_decay * p                                  where `decays`
 ///   m = beta1 * m + (1 - beta1) * g,   v = beta2 * v + (1 - beta2) * g^2
 ///   p -= lr * m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
-/// f32 and f64, with m and v as the parameter. The bits do not depend on the thread count.
-class AdamW {
+class AdamW : public Optimizer {
  public:
-  /// Trains these; throws Error{DType} on 16-bit ones.
   explicit AdamW(std::vector<NamedParameter> parameters, const AdamWOptions& options = {});
 
-  /// One step for every parameter that has a gradient; a parameter without one stays, and its t does not
-  /// count on.
-  void step();
-  void zero_grad();
-  void set_lr(double lr) { options_.lr = lr; }
-  const AdamWOptions& options() const { return options_; }
+ private:
+  void update(Tensor& value, State& state, const Tensor& grad, double lr, double decay) override;
 
-  /// One entry a parameter, in the order given: what a checkpoint must hold.
-  struct State {
-    Tensor first, second;  // m and v, shaped as the parameter
-    int64_t steps = 0;     // t
-  };
-  std::vector<State>& states() { return states_; }
-  const std::vector<State>& states() const { return states_; }
-  const std::vector<NamedParameter>& parameters() const { return parameters_; }
+  AdamWOptions options_;
+};
+
+struct SGDOptions {
+  double lr = 0.01;
+  double momentum = 0;
+  bool nesterov = false;
+  double weight_decay = 0;
+  std::function<bool(const NamedParameter&)> decays = has_two_axes;
+  std::vector<ParameterGroup> groups = {};
+};
+
+/// Stochastic gradient descent, as PyTorch's:
+///   g += weight_decay * p                                       where `decays`
+///   m = momentum * m + g
+///   p -= lr * m, or with `nesterov` (Sutskever et al., 2013), lr * (g + momentum * m)
+class SGD : public Optimizer {
+ public:
+  explicit SGD(std::vector<NamedParameter> parameters, const SGDOptions& options = {});
 
  private:
-  std::vector<NamedParameter> parameters_;
-  AdamWOptions options_;
-  std::vector<State> states_;
+  void update(Tensor& value, State& state, const Tensor& grad, double lr, double decay) override;
+
+  SGDOptions options_;
 };
+
+struct LionOptions {
+  double lr = 1e-4;
+  double beta1 = 0.9, beta2 = 0.99;
+  double weight_decay = 0.1;
+  std::function<bool(const NamedParameter&)> decays = has_two_axes;
+  std::vector<ParameterGroup> groups = {};
+};
+
+/// Lion (Chen et al., 2023):
+///   p -= lr * weight_decay * p                                  where `decays`
+///   p -= lr * sign(beta1 * m + (1 - beta1) * g)
+///   m = beta2 * m + (1 - beta2) * g
+class Lion : public Optimizer {
+ public:
+  explicit Lion(std::vector<NamedParameter> parameters, const LionOptions& options = {});
+
+ private:
+  void update(Tensor& value, State& state, const Tensor& grad, double lr, double decay) override;
+
+  LionOptions options_;
+};
+
+/// The usual rule of what Muon orthogonalises: matrices inside the model, not embeddings (`tokens`,
+/// `positions`) nor the output layer (`head`).
+bool is_hidden_matrix(const NamedParameter& entry);
+
+struct MuonOptions {
+  double lr = 0.02;
+  double momentum = 0.95;
+  bool nesterov = true;
+  double weight_decay = 0.01;
+  std::function<bool(const NamedParameter&)> decays = has_two_axes;
+  std::vector<ParameterGroup> groups = {};
+  std::function<bool(const NamedParameter&)> orthogonalizes = is_hidden_matrix;  // only of two axes
+  double adam_lr_scale = 0.015;  // the learning rate of the others is lr times it
+  double adam_beta1 = 0.9, adam_beta2 = 0.95, adam_eps = 1e-10;
+};
+
+/// Muon (Jordan et al., 2024). A matrix p [O, I] with gradient g:
+///   p -= lr * weight_decay * p                                  where `decays`
+///   m = momentum * m + g
+///   p -= lr * sqrt(max(1, O / I)) * orthogonalized(m, or with `nesterov` g + momentum * m)
+/// Every other parameter steps as by AdamW.
+class Muon : public Optimizer {
+ public:
+  explicit Muon(std::vector<NamedParameter> parameters, const MuonOptions& options = {});
+
+ private:
+  void update(Tensor& value, State& state, const Tensor& grad, double lr, double decay) override;
+
+  MuonOptions options_;
+};
+
+/// About U V^T of the singular value decomposition U S V^T of a matrix: singular values end between about 0.7
+/// and 1.2. Five steps of a Newton-Schulz iteration, X <- a X + (b X X^T + c (X X^T)^2) X with (a, b, c) =
+/// (3.4445, -4.775, 2.0315), from X = matrix / (its norm + 1e-7).
+Tensor orthogonalized(const Tensor& matrix);
 
 /// Scales all gradients by max_norm / norm if the Euclidean norm of all of them together is larger than
 /// max_norm. Returns the norm before. Summed in f64 in a fixed order, whatever the thread count. If the norm
 /// is infinite or NaN the gradients stay as they are: the caller sees it in the result and should not step.
 double clip_grad_norm(const std::vector<Parameter>& parameters, double max_norm);
 
-/// Learning rate of step 0, 1, ...: rises linearly over `warmup` steps to `peak`, then falls along half a
-/// cosine to `floor` at step `total`, and stays there.
+// Schedules: the learning rate of step 0, 1, ... Each rises linearly over `warmup` steps to `peak`.
+
+/// Stays at the peak.
+double warmup_constant(int64_t step, int64_t warmup, double peak);
+/// Falls linearly to `floor` at step `total`, and stays there.
+double warmup_linear(int64_t step, int64_t warmup, int64_t total, double peak, double floor = 0);
+/// Falls along half a cosine to `floor` at step `total`, and stays there.
 double warmup_cosine(int64_t step, int64_t warmup, int64_t total, double peak, double floor = 0);
+/// Stays at the peak until the last `decay` steps, over which it falls linearly to `floor` at step `total`
+/// (Hu et al., 2024). warmup + decay <= total.
+double warmup_stable_decay(int64_t step, int64_t warmup, int64_t decay, int64_t total, double peak,
+                           double floor = 0);
 
 }  // namespace torus

@@ -1,5 +1,7 @@
 #include "torus/layers/transformer.h"
 
+#include <algorithm>
+
 #include "torus/ops/attention/attention.h"
 #include "torus/ops/ops.h"
 
@@ -7,25 +9,31 @@ namespace torus {
 
 namespace {
 
-// Query and key heads together, checked before any size is computed from them.
-int64_t checked_heads(int64_t channels, int64_t heads, int64_t kv_heads) {
+// Rows of the queries', the keys' and the values' projections together.
+int64_t projection_rows(int64_t channels, int64_t heads, int64_t kv_heads) {
   check(heads > 0 && channels > 0 && channels % heads == 0, Error::Kind::Shape, "[attention] ", channels,
         " channels do not divide into ", heads, " heads");
   check(kv_heads >= 0 && (kv_heads == 0 || heads % kv_heads == 0), Error::Kind::Shape, "[attention] ", heads,
         " query heads do not share ", kv_heads, " key heads evenly");
-  return kv_heads == 0 ? heads : kv_heads;
+  return channels + 2 * (kv_heads == 0 ? heads : kv_heads) * (channels / heads);
+}
+
+int64_t hidden_channels(int64_t channels, const TransformerBlockOptions& options) {
+  if (options.hidden != 0) return options.hidden;
+  return options.swiglu ? (8 * channels + 23) / 24 * 8 : 4 * channels;
 }
 
 }  // namespace
 
 MultiHeadAttention::MultiHeadAttention(int64_t channels, int64_t heads,
                                        const MultiHeadAttentionOptions& options, Generator& generator)
-    : qkv(channels, channels + 2 * checked_heads(channels, heads, options.kv_heads) * (channels / heads),
-          {options.bias, options.dtype}, generator),
+    : qkv(channels, projection_rows(channels, heads, options.kv_heads), {options.bias, options.dtype},
+          generator),
       out(channels, channels, {options.bias, options.dtype}, generator),
       channels_(channels),
       kv_channels_((qkv.weight.size(0) - channels) / 2),
       head_channels_(channels / heads),
+      rotary_(options.rotary),
       weight_dropout_(options.dropout),
       dropout_(options.dropout) {
   add("qkv", qkv);
@@ -36,7 +44,32 @@ MultiHeadAttention::MultiHeadAttention(int64_t channels, int64_t heads,
 Variable MultiHeadAttention::operator()(const Variable& x, const Mask& mask) const {
   check(x.dim() == 3, Error::Kind::Shape, "[attention] expected x [B, N, ", channels_, "], got ", x.shape());
   const auto parts = split(qkv(x), {channels_, kv_channels_, kv_channels_}, -1);
-  return attend(parts[0], parts[1], parts[2], mask);
+  return attend(turned(heads(parts[0]), 0), turned(heads(parts[1]), 0), heads(parts[2]), mask);
+}
+
+Variable MultiHeadAttention::operator()(const Variable& x, KeyValueCache& cache) const {
+  check(x.dim() == 3, Error::Kind::Shape, "[attention] expected x [B, N, ", channels_, "], got ", x.shape());
+  check(Tape::current() == nullptr, Error::Kind::Value,
+        "[attention] a cache passes no gradients; use it inside NoGrad");
+  const int64_t first = cache.length, last = first + x.size(1);
+  check(last <= cache.capacity, Error::Kind::Value, "[attention] expected at most ", cache.capacity,
+        " tokens in the cache, got ", last);
+  const auto parts = split(qkv(x), {channels_, kv_channels_, kv_channels_}, -1);
+  const Variable k = turned(heads(parts[1]), first), v = heads(parts[2]);
+  if (!cache.keys.defined()) {
+    const Shape shape{k.size(0), k.size(1), cache.capacity, k.size(3)};
+    cache.keys = Tensor::empty(shape, k.dtype(), k.device());
+    cache.values = Tensor::empty(shape, k.dtype(), k.device());
+  }
+  check(cache.keys.size(0) == x.size(0), Error::Kind::Shape, "[attention] expected x of batch ",
+        cache.keys.size(0), " as in the cache, got ", x.shape());
+  cache.keys.slice(2, first, last).copy_(k.value());
+  cache.values.slice(2, first, last).copy_(v.value());
+  cache.length = last;
+  // One token sees all before it.
+  return attend(turned(heads(parts[0]), first), Variable(cache.keys.slice(2, 0, last)),
+                Variable(cache.values.slice(2, 0, last)),
+                x.size(1) == 1 ? full() : causal(Align::bottom_right));
 }
 
 Variable MultiHeadAttention::operator()(const Variable& x, const Variable& context, const Mask& mask) const {
@@ -46,19 +79,29 @@ Variable MultiHeadAttention::operator()(const Variable& x, const Variable& conte
   const auto weights = split(qkv.weight, rows, 0);
   const auto biases = qkv.bias.defined() ? split(qkv.bias, rows, 0) : std::vector<Variable>(2);
   const auto parts = split(linear(context, weights[1], biases[1]), {kv_channels_, kv_channels_}, -1);
-  return attend(linear(x, weights[0], biases[0]), parts[0], parts[1], mask);
+  return attend(heads(linear(x, weights[0], biases[0])), heads(parts[0]), heads(parts[1]), mask);
+}
+
+Variable MultiHeadAttention::heads(const Variable& x) const {
+  return transpose(reshape(x, {x.size(0), x.size(1), x.size(2) / head_channels_, head_channels_}), 1, 2);
+}
+
+Variable MultiHeadAttention::turned(const Variable& x, int64_t first) const {
+  if (!rotary_) return x;
+  const int64_t last = first + x.size(2);
+  if (!codes_.defined() || codes_.size(1) < last)
+    codes_ = rotary_codes(std::max(last, codes_.defined() ? 2 * codes_.size(1) : 0), head_channels_,
+                          {.dtype = x.dtype() == f64 ? f64 : f32})
+                 .to(x.device());
+  return rotary(x, codes_.slice(1, first, last));
 }
 
 Variable MultiHeadAttention::attend(const Variable& q, const Variable& k, const Variable& v,
                                     const Mask& mask) const {
-  // [B, N, H * D] seen as [B, H, N, D]; attention's output is laid out so that the way back is a view, too.
-  const auto heads = [&](const Variable& x) {
-    return transpose(reshape(x, {x.size(0), x.size(1), x.size(2) / head_channels_, head_channels_}), 1, 2);
-  };
-  const Variable mixed = torus::attention(heads(q), heads(k), heads(v),
-                                          {.mask = mask, .dropout = training() ? weight_dropout_ : 0})
-                             .out;
-  return dropout_(out(reshape(transpose(mixed, 1, 2), q.shape())));
+  // The output of attention is laid out so that this is a view.
+  const Variable mixed =
+      torus::attention(q, k, v, {.mask = mask, .dropout = training() ? weight_dropout_ : 0}).out;
+  return dropout_(out(reshape(transpose(mixed, 1, 2), {q.size(0), q.size(2), channels_})));
 }
 
 CrossAttention::CrossAttention(const CrossAttentionOptions& o, Generator& generator)
@@ -92,25 +135,40 @@ Variable CrossAttention::operator()(const Variable& x, const Variable& context, 
 
 TransformerBlock::TransformerBlock(int64_t channels, int64_t heads, const TransformerBlockOptions& options,
                                    Generator& generator)
-    : norm1(channels, {.bias = options.bias, .dtype = options.dtype}),
+    : norm1(channels, {.kind = options.norm, .bias = options.bias, .dtype = options.dtype}),
       attention(channels, heads,
                 {.kv_heads = options.kv_heads,
                  .dropout = options.dropout,
                  .bias = options.bias,
+                 .rotary = options.rotary,
                  .dtype = options.dtype},
                 generator),
-      norm2(channels, {.bias = options.bias, .dtype = options.dtype}),
-      mlp(channels, options.hidden == 0 ? 4 * channels : options.hidden,
-          {.dropout = options.dropout, .bias = options.bias, .dtype = options.dtype}, generator) {
+      norm2(channels, {.kind = options.norm, .bias = options.bias, .dtype = options.dtype}),
+      mlp(channels, hidden_channels(channels, options),
+          {.dropout = options.dropout,
+           .bias = options.bias,
+           .swiglu = options.swiglu,
+           .dtype = options.dtype},
+          generator),
+      post_norm_(options.post_norm) {
   add("norm1", norm1);
   add("attention", attention);
   add("norm2", norm2);
   add("mlp", mlp);
 }
 
-Variable TransformerBlock::operator()(const Variable& x, const Mask& mask) const {
-  const Variable y = x + attention(norm1(x), mask);
+template <class How>
+Variable TransformerBlock::run(const Variable& x, How&& how) const {
+  if (post_norm_) {
+    const Variable y = norm1(x + attention(x, how));
+    return norm2(y + mlp(y));
+  }
+  const Variable y = x + attention(norm1(x), how);
   return y + mlp(norm2(y));
 }
+
+Variable TransformerBlock::operator()(const Variable& x, const Mask& mask) const { return run(x, mask); }
+
+Variable TransformerBlock::operator()(const Variable& x, KeyValueCache& cache) const { return run(x, cache); }
 
 }  // namespace torus

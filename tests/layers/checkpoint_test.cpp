@@ -4,10 +4,13 @@
 #include <signal.h>
 #include <sys/resource.h>
 
+#include <memory>
+
 #include "core/expect_error.h"
 #include "core/temporary_folder.h"
 #include "layers/compare.h"
 #include "torus/core/hdf5.h"
+#include "torus/layers/training.h"
 
 namespace torus {
 namespace {
@@ -101,6 +104,133 @@ TEST(Checkpoint, RestoresEveryBit) {
   }
 }
 
+// checkpoint_v1.h5 was written by the first format: parameter i holds i, its moments i + 0.5 and i + 0.25.
+TEST(Checkpoint, ReadsTheFirstFormat) {
+  const Checkpoint loaded = load_checkpoint(TORUS_SOURCE_DIR "/tests/layers/checkpoint_v1.h5");
+  const GPTConfig config{
+      .vocab_size = 3, .context = 2, .layers = 1, .heads = 1, .width = 2, .dropout = 0.25, .bias = false};
+  EXPECT_TRUE(loaded.model == config);
+  EXPECT_EQ(loaded.step, 9);
+  EXPECT_EQ(loaded.loader_position, 4);
+  EXPECT_EQ(loaded.vocabulary, (std::vector<int64_t>{97, 98, 99}));
+  EXPECT_EQ(loaded.settings.at("steps"), "12");
+  GPT model(config);
+  AdamW optimizer(model.named_parameters());
+  restore(loaded, model, optimizer);
+  EXPECT_EQ(default_generator().seed(), 7u);
+  ASSERT_EQ(optimizer.states().size(), 9u);
+  for (size_t i = 0; i < 9; ++i) {
+    const auto number = static_cast<double>(i);
+    const auto& state = optimizer.states()[i];
+    EXPECT_EQ(model.parameters()[i].value().to_vector<double>()[0], number);
+    EXPECT_EQ(state.first.to_vector<double>()[1], number + 0.5);
+    EXPECT_EQ(state.second.to_vector<double>()[1], number + 0.25);
+    EXPECT_EQ(state.steps, static_cast<int64_t>(i));
+  }
+}
+
+TEST(Checkpoint, KeepsEveryOptimizerAndOption) {
+  const TemporaryFolder folder;
+  GPTConfig config = small;
+  config.kv_heads = 1;
+  config.norm = NormKind::rms;
+  config.post_norm = config.swiglu = config.rotary = true;
+  const auto make = [](const std::string& name, const GPT& model) -> std::unique_ptr<Optimizer> {
+    const auto parameters = model.named_parameters();
+    if (name == "sgd") return std::make_unique<SGD>(parameters);
+    if (name == "momentum") return std::make_unique<SGD>(parameters, SGDOptions{.momentum = 0.9});
+    if (name == "lion") return std::make_unique<Lion>(parameters);
+    return std::make_unique<Muon>(parameters);
+  };
+  for (const char* name : {"sgd", "momentum", "lion", "muon"}) {
+    const auto step = [&](const GPT& model, Optimizer& optimizer, uint64_t seed) {
+      Generator data(seed);
+      Tape tape;
+      tape.backward(model.loss(randint({2, 6}, 0, 7, data), randint({2, 6}, 0, 7, data)));
+      optimizer.step();
+      optimizer.zero_grad();
+    };
+    GPT first(config), second(config);
+    const auto a = make(name, first), b = make(name, second);
+    step(first, *a, 1);
+    save_checkpoint(folder / "a.h5", make_checkpoint(first, *a));
+    const Checkpoint loaded = load_checkpoint(folder / "a.h5");
+    EXPECT_TRUE(loaded.model == config);
+    step(first, *a, 2);
+    restore(loaded, second, *b);
+    step(second, *b, 2);
+    EXPECT_EQ(flat_values(first), flat_values(second)) << name;
+  }
+}
+
+TEST(Checkpoint, LoadsIntoAnotherDType) {
+  const TemporaryFolder folder;
+  const Checkpoint saved_f32 = load_checkpoint(saved(folder));
+  const auto values = [&](DType dtype) {
+    GPTConfig config = small;
+    config.dtype = dtype;
+    GPT model(config);
+    restore(saved_f32, model);
+    EXPECT_EQ(model.head.dtype(), dtype);
+    return flat_values(model);
+  };
+  const auto exact = values(f32);
+  EXPECT_EQ(values(f64), exact);
+  EXPECT_LT(relative_error(values(bf16), exact), 0.004);
+  EXPECT_LT(relative_error(values(f16), exact), 0.0005);
+  GPTConfig wide = small;
+  wide.dtype = f64;
+  Trained trained(8, wide);
+  restore(saved_f32, trained.model, trained.optimizer);
+  EXPECT_EQ(flat_values(trained.model), exact);
+  EXPECT_EQ(trained.optimizer.states()[0].first.dtype(), f64);
+  EXPECT_EQ(trained.optimizer.states()[3].second.to_vector<double>(),
+            saved_f32.optimizer.at(trained.optimizer.parameters()[3].name).second.to_vector<double>());
+}
+
+// A checkpoint of a bf16 model holds the masters, so that nothing is lost.
+TEST(Checkpoint, KeepsMasterWeights) {
+  const TemporaryFolder folder;
+  GPTConfig config = small;
+  config.dtype = bf16;
+  config.dropout = 0;
+  struct Mixed {
+    explicit Mixed(const GPTConfig& c)
+        : model(c), weights(model.named_parameters()), optimizer(weights.masters()) {}
+    void step(uint64_t seed) {
+      Generator data(seed);
+      Tape tape;
+      tape.backward(model.loss(randint({2, 6}, 0, 7, data), randint({2, 6}, 0, 7, data)));
+      weights.take_gradients();
+      optimizer.step();
+      optimizer.zero_grad();
+      weights.publish();
+    }
+    std::vector<double> masters() const {
+      std::vector<double> result;
+      for (const auto& [name, master] : weights.masters())
+        for (double value : master.value().to_vector<double>()) result.push_back(value);
+      return result;
+    }
+    GPT model;
+    MasterWeights weights;
+    AdamW optimizer;
+  };
+  Mixed first(config), second(config);
+  first.step(1);
+  save_checkpoint(folder / "a.h5", make_checkpoint(first.model, first.optimizer));
+  const Checkpoint loaded = load_checkpoint(folder / "a.h5");
+  EXPECT_EQ(loaded.weights.at("tokens.weight").dtype(), f32);
+  EXPECT_EQ(loaded.model.dtype, bf16);
+  restore(loaded, second.model, second.optimizer);
+  EXPECT_EQ(second.masters(), first.masters());
+  EXPECT_EQ(flat_values(second.model), flat_values(first.model));
+  EXPECT_NE(flat_values(first.model), first.masters());
+  first.step(2);
+  second.step(2);
+  EXPECT_EQ(second.masters(), first.masters());
+}
+
 TEST(Checkpoint, EvaluationNeedsOnlyWeights) {
   const TemporaryFolder folder;
   const std::string path = saved(folder);
@@ -137,11 +267,11 @@ TEST(Checkpoint, SaysWhatIsWrongWithAFile) {
   {
     auto file = Hdf5File::create(folder / "newer.h5");
     file.set_attribute("/", "format", std::string("torus checkpoint"));
-    file.set_attribute("/", "version", int64_t{2});
+    file.set_attribute("/", "version", int64_t{3});
     file.close();
   }
   EXPECT_ERROR(load_checkpoint(folder / "newer.h5"), File,
-               "newer.h5 has format version 2; this program reads up to 1");
+               "newer.h5 has format version 3; this program reads up to 2");
   {
     auto file = Hdf5File::create(folder / "bare.h5");
     file.set_attribute("/", "format", std::string("torus checkpoint"));
@@ -207,14 +337,20 @@ TEST(Checkpoint, AtOddsWithTheModelChangesNothing) {
   bad = good;
   bad.weights["norm.bias"] = Tensor::zeros({9});
   expect_refused(bad, small, "expected norm.bias as in the model, f32 [8], got f32 [9]");
-  bad.weights["norm.bias"] = Tensor::zeros({8}, f64);
-  expect_refused(bad, small, "f32 [8], got f64 [8]");
+  bad.weights["norm.bias"] = Tensor::zeros({8}, i64);
+  expect_refused(bad, small, "f32 [8], got i64 [8]");
   bad = good;
   bad.optimizer.erase("norm.bias");
   expect_refused(bad, small, "expected the optimizer's state of norm.bias, got none");
   bad = good;
   bad.optimizer.at("norm.bias").second = Tensor::zeros({1});
   expect_refused(bad, small, "the second moment of norm.bias");
+  bad = good;
+  bad.optimizer.at("norm.bias").second = Tensor();
+  expect_refused(bad, small, "expected the second moment of norm.bias, got none");
+  bad = good;
+  bad.optimizer_name = "muon";
+  expect_refused(bad, small, "expected the state of adamw, got that of muon");
   bad = good;
   bad.optimizer.at("norm.bias").steps = -1;
   expect_refused(bad, small, "expected steps of at least 0 for norm.bias, got -1");

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "core/expect_error.h"
 #include "layers/compare.h"
 #include "torus/core/hdf5.h"
@@ -18,14 +20,19 @@ class GoldenGPT : public testing::TestWithParam<std::string> {};
 TEST_P(GoldenGPT, LogitsLossGradientsAndFiveStepsMatch) {
   const auto file = Hdf5File::open(TORUS_SOURCE_DIR "/tests/layers/golden_gpt.h5");
   const auto golden = [&](const std::string& name) { return file.read(GetParam() + "/" + name); };
-  const bool tied = GetParam() == "tied";
+  const bool modern = GetParam() == "modern", bare = modern || GetParam() == "untied";
   GPT model({.vocab_size = 11,
              .context = 7,
              .layers = 2,
              .heads = 2,
              .width = 8,
-             .tied_head = tied,
-             .bias = tied,
+             .tied_head = !bare,
+             .bias = !bare,
+             .kv_heads = modern ? 1 : 2,
+             .norm = modern ? NormKind::rms : NormKind::layer,
+             .post_norm = GetParam() == "post_norm",
+             .swiglu = modern,
+             .rotary = modern,
              .dtype = f64});
   const Tensor initial = golden("initial");
   ASSERT_EQ(initial.numel(), model.parameter_count());
@@ -60,7 +67,7 @@ TEST_P(GoldenGPT, LogitsLossGradientsAndFiveStepsMatch) {
   EXPECT_GT(relative_error(flat_values(model), initial.to_vector<double>()), 0.01);
 }
 
-INSTANTIATE_TEST_SUITE_P(Heads, GoldenGPT, testing::Values("tied", "untied"));
+INSTANTIATE_TEST_SUITE_P(Kinds, GoldenGPT, testing::Values("tied", "untied", "modern", "post_norm"));
 
 // -------------------------------------------------------------------------------------------------- the rest
 
@@ -113,6 +120,58 @@ TEST(GPT, LaterTokensChangeNothing) {
   EXPECT_EQ(model(tokens).value().slice(1, 0, 4).to_vector<float>(), before);
   // Shorter inputs give the same as the beginning of longer ones, up to rounding.
   EXPECT_LT(relative_error(model(tokens.slice(1, 0, 4)).value(), model(tokens).value().slice(1, 0, 4)), 1e-5);
+}
+
+// Rotary codes alone tell places apart: without them a causal model of one layer would not see the order of
+// what came before.
+TEST(GPT, RotaryPlacesAreRelative) {
+  Generator generator(6);
+  GPTConfig config = small;
+  config.rotary = true;
+  config.layers = 1;
+  GPT model(config, generator);
+  randomize(model, 0.5, generator);
+  const auto names = model.named_parameters();
+  EXPECT_TRUE(std::none_of(names.begin(), names.end(),
+                           [](const NamedParameter& entry) { return entry.name.starts_with("positions"); }));
+  const Tensor tokens = Tensor::from<int64_t>({1, 2, 3, 4}, {1, 4}),
+               swapped = Tensor::from<int64_t>({2, 1, 3, 4}, {1, 4});
+  EXPECT_GT(relative_error(model(tokens).value().select(1, 3), model(swapped).value().select(1, 3)), 1e-3);
+  // A place itself is not seen: among equal tokens, all get the same.
+  const Tensor same = model(Tensor::full({1, 6}, 5, i64)).value();
+  EXPECT_LT(relative_error(same.select(1, 5), same.select(1, 0)), 1e-12);
+}
+
+TEST(GPT, CachedFeaturesEqualThoseOfTheWhole) {
+  for (const bool modern : {false, true}) {
+    Generator generator(7);
+    GPTConfig config = small;
+    config.context = 9;
+    config.rotary = config.swiglu = config.post_norm = modern;
+    config.kv_heads = modern ? 1 : 0;
+    if (modern) config.norm = NormKind::rms;
+    GPT model(config, generator);
+    randomize(model, 0.5, generator);
+    const Tensor tokens = randint({2, 9}, 0, 7, generator);
+    const Tensor whole = model.features(tokens).value();
+    GPTCache cache;
+    int64_t at = 0;
+    for (int64_t count : {3, 1, 2, 1, 2}) {
+      const Tensor part = model.features(tokens.slice(1, at, at + count), cache).value();
+      EXPECT_EQ(part.shape(), (Shape{2, count, 8}));
+      EXPECT_LT(relative_error(part, whole.slice(1, at, at + count)), 1e-13) << at;
+      at += count;
+    }
+    EXPECT_EQ(cache.length, 9);
+    EXPECT_ERROR(model.features(tokens.slice(1, 0, 1), cache), Shape,
+                 "at most 9 tokens (the context), got 10");
+    GPTCache other;
+    model.features(tokens.slice(1, 0, 2), other);
+    EXPECT_ERROR(model.features(tokens.slice(0, 0, 1).slice(1, 0, 1), other), Shape,
+                 "batch 2 as in the cache");
+    const Tape tape;
+    EXPECT_ERROR(model.features(tokens.slice(1, 0, 1), other), Value, "a cache passes no gradients");
+  }
 }
 
 TEST(GPT, LossCountsOnlyTargetsThatAreThere) {

@@ -2,10 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <numbers>
 
 #include "core/expect_error.h"
 #include "layers/compare.h"
+#include "torus/core/hdf5.h"
 #include "torus/core/parallel.h"
 
 namespace torus {
@@ -105,6 +107,179 @@ TEST(AdamW, CustomDecayAndErrors) {
                "expected f32 or f64, got bf16 for half");
   a.mutable_grad() = Tensor::zeros({4}, f64);
   EXPECT_ERROR(optimizer.step(), Shape, "[adamw] the gradient of a must be f64 [2, 2], got f64 [4]");
+}
+
+// ------------------------------------------------- against PyTorch and the published formulas in NumPy
+// golden_optim.h5 comes from make_golden.py, with the shapes and settings here.
+
+std::vector<NamedParameter> golden_parameters(DType dtype) {
+  return {{"w.weight", Parameter(Tensor::zeros({6, 4}, dtype))},
+          {"u.weight", Parameter(Tensor::zeros({3, 5}, dtype))},
+          {"head.weight", Parameter(Tensor::zeros({4, 2}, dtype))},
+          {"b", Parameter(Tensor::zeros({5}, dtype))}};
+}
+
+std::unique_ptr<Optimizer> golden_optimizer(const std::string& name, std::vector<NamedParameter> parameters) {
+  if (name == "adamw")
+    return std::make_unique<AdamW>(parameters, AdamWOptions{.beta2 = 0.95, .weight_decay = 0.1});
+  if (name == "lion") return std::make_unique<Lion>(parameters);
+  if (name == "muon") return std::make_unique<Muon>(parameters, MuonOptions{.weight_decay = 0.1});
+  return std::make_unique<SGD>(parameters, SGDOptions{.momentum = name == "sgd" ? 0 : 0.9,
+                                                      .nesterov = name == "sgd_nesterov",
+                                                      .weight_decay = 0.1});
+}
+
+class GoldenOptimizers : public testing::TestWithParam<std::string> {};
+
+TEST_P(GoldenOptimizers, FollowTheirTrajectories) {
+  const auto file = Hdf5File::open(TORUS_SOURCE_DIR "/tests/layers/golden_optim.h5");
+  for (const auto& [dtype, tolerance] : {std::pair{f64, 1e-13}, std::pair{f32, 1e-5}}) {
+    auto parameters = golden_parameters(dtype);
+    // Views that are not row-major take the same steps.
+    parameters[0].parameter = Parameter(Tensor::zeros({4, 6}, dtype).transpose(0, 1));
+    const auto cut = [&](const Tensor& flat, const auto& use) {
+      int64_t at = 0;
+      for (auto& [name, parameter] : parameters) {
+        use(parameter, flat.slice(0, at, at + parameter.numel()).reshape(parameter.shape()).to(dtype));
+        at += parameter.numel();
+      }
+      EXPECT_EQ(at, flat.numel());
+    };
+    cut(file.read("initial"), [](Parameter& p, const Tensor& value) { p.mutable_value().copy_(value); });
+    const auto optimizer = golden_optimizer(GetParam(), parameters);
+    const Tensor grads = file.read("gradients");
+    const auto rates = file.read("rates").to_vector<double>();
+    for (size_t step = 0; step < rates.size(); ++step) {
+      cut(grads.select(0, static_cast<int64_t>(step)),
+          [](Parameter& p, const Tensor& value) { p.mutable_grad() = value; });
+      optimizer->set_lr(rates[step]);
+      optimizer->step();
+    }
+    std::vector<double> got;
+    for (const auto& [name, parameter] : parameters)
+      for (double value : parameter.value().to_vector<double>()) got.push_back(value);
+    EXPECT_LT(relative_error(got, file.read(GetParam()).to_vector<double>()), tolerance) << dtype;
+    EXPECT_GT(relative_error(got, file.read("initial").to_vector<double>()), 0.01);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, GoldenOptimizers,
+                         testing::Values("sgd", "sgd_momentum", "sgd_nesterov", "adamw", "lion", "muon"));
+
+TEST(Schedules, MatchPyTorch) {
+  const auto file = Hdf5File::open(TORUS_SOURCE_DIR "/tests/layers/golden_optim.h5");
+  const auto expect = [&](const std::string& name, const std::function<double(int64_t)>& rate) {
+    const auto expected = file.read("schedules/" + name).to_vector<double>();
+    ASSERT_GT(expected.size(), 20u);
+    for (size_t i = 0; i < expected.size(); ++i)
+      EXPECT_NEAR(rate(static_cast<int64_t>(i)), expected[i], 1e-14) << name << " " << i;
+  };
+  expect("constant", [](int64_t step) { return warmup_constant(step, 5, 0.3); });
+  expect("linear", [](int64_t step) { return warmup_linear(step, 5, 20, 0.3, 0.03); });
+  expect("cosine", [](int64_t step) { return warmup_cosine(step, 5, 20, 0.3, 0.03); });
+  expect("stable_decay", [](int64_t step) { return warmup_stable_decay(step, 5, 4, 20, 0.3, 0.03); });
+}
+
+TEST(Schedules, WithoutOneOfTheirParts) {
+  EXPECT_EQ(warmup_constant(0, 0, 2), 2);
+  EXPECT_EQ(warmup_linear(0, 0, 0, 2, 1), 1);
+  EXPECT_EQ(warmup_linear(0, 0, 2, 2, 1), 2);
+  EXPECT_EQ(warmup_stable_decay(9, 0, 0, 10, 2, 1), 2);
+  EXPECT_EQ(warmup_stable_decay(10, 0, 0, 10, 2, 1), 1);
+  EXPECT_EQ(warmup_stable_decay(5, 0, 10, 10, 2, 1), 1.5);
+  EXPECT_ERROR(warmup_stable_decay(0, 5, 6, 10, 2), Value,
+               "expected warmup + decay <= total, got 5 + 6 > 10");
+}
+
+TEST(Optimizer, GroupsScaleRateAndDecay) {
+  Parameter a(Tensor::full({2, 2}, 1, f64)), b(Tensor::full({2, 2}, 1, f64)), c(Tensor::full({2}, 1, f64));
+  const auto named = [](const char* name) {
+    return [=](const NamedParameter& entry) { return entry.name == name; };
+  };
+  // The second group of b is not reached; c does not decay whatever its group says.
+  SGD optimizer({{"a", a}, {"b", b}, {"c", c}},
+                {.lr = 0.5,
+                 .weight_decay = 0.2,
+                 .groups = {{named("b"), 0.1, 3},
+                            {[](const NamedParameter& entry) { return entry.name != "a"; }, 2, 100}}});
+  for (Parameter* p : {&a, &b, &c}) p->mutable_grad() = Tensor::full(p->shape(), 1, f64);
+  optimizer.step();
+  EXPECT_NEAR(a.value().to_vector<double>()[3], 1 - 0.5 * (1 + 0.2), 1e-15);
+  EXPECT_NEAR(b.value().to_vector<double>()[3], 1 - 0.05 * (1 + 0.6), 1e-15);
+  EXPECT_NEAR(c.value().to_vector<double>()[1], 1 - 1.0, 1e-15);
+  optimizer.set_lr(0);
+  optimizer.step();
+  EXPECT_NEAR(b.value().to_vector<double>()[0], 1 - 0.05 * (1 + 0.6), 1e-15);
+  EXPECT_EQ(optimizer.lr(), 0);
+}
+
+TEST(Optimizer, KeepsOnlyTheStateThatItNeeds) {
+  const auto kinds = [](const Optimizer& optimizer) {
+    std::vector<int> result;
+    for (const auto& state : optimizer.states())
+      result.push_back(state.first.defined() + state.second.defined());
+    return result;
+  };
+  for (const auto& [name, expected] : {std::pair<std::string, std::vector<int>>{"sgd", {0, 0, 0, 0}},
+                                       {"sgd_momentum", {1, 1, 1, 1}},
+                                       {"lion", {1, 1, 1, 1}},
+                                       {"adamw", {2, 2, 2, 2}},
+                                       {"muon", {1, 1, 2, 2}}})
+    EXPECT_EQ(kinds(*golden_optimizer(name, golden_parameters(f32))), expected) << name;
+  EXPECT_ERROR(SGD({}, {.nesterov = true}), Value, "[sgd] nesterov needs momentum, got 0");
+  EXPECT_ERROR(Lion({{"half", Parameter(Tensor::zeros({2}, f16))}}), DType,
+               "[lion] expected f32 or f64, got f16 for half");
+  EXPECT_ERROR(Muon(golden_parameters(f32), {.orthogonalizes = [](const NamedParameter&) { return true; }}),
+               Shape, "[muon] b has shape [5]; only matrices can be orthogonalised");
+}
+
+TEST(Lion, TakesNoStepWithoutDirectionAndKeepsNaN) {
+  Parameter p(Tensor::from<float>({1, 1, 1, 1}));
+  p.mutable_grad() = Tensor::from<float>({0, 1e-30F, -1e30F, NAN});
+  Lion({{"p", p}}, {.lr = 0.5}).step();
+  const auto values = p.value().to_vector<double>();
+  EXPECT_EQ((std::vector<double>{values[0], values[1], values[2]}), (std::vector<double>{1, 0.5, 1.5}));
+  EXPECT_TRUE(std::isnan(values[3]));
+}
+
+TEST(Muon, OrthogonalizesAnyMatrix) {
+  Generator generator(9);
+  for (const Shape& shape : {Shape{40, 7}, Shape{7, 40}, Shape{16, 16}, Shape{1, 5}}) {
+    const Tensor x = orthogonalized(randn(shape, 0, 3, f64, generator));
+    ASSERT_EQ(x.shape(), shape);
+    // All singular values near 1, so the root of the mean of their squares is, and no row is long.
+    const double squares = sum(Variable(x) * Variable(x)).item();
+    const double mean = std::sqrt(squares / static_cast<double>(std::min(shape[0], shape[1])));
+    EXPECT_GT(mean, 0.65) << shape;
+    EXPECT_LT(mean, 1.25) << shape;
+    const Variable product = matmul(Variable(x), transpose(Variable(x), 0, 1));
+    EXPECT_LT(max(max(abs(product), 0), 0).item(), 1.5) << shape;
+  }
+  EXPECT_EQ(orthogonalized(Tensor::zeros({3, 4})).to_vector<double>(), std::vector<double>(12, 0));
+}
+
+TEST(Optimizer, EveryOneLowersAQuadratic) {
+  for (const char* name : {"sgd", "sgd_momentum", "sgd_nesterov", "adamw", "lion", "muon"}) {
+    Generator generator(10);
+    auto parameters = golden_parameters(f32);
+    for (auto& [label, parameter] : parameters)
+      parameter.mutable_value() = randn(parameter.shape(), 0, 1, f32, generator);
+    const auto optimizer = golden_optimizer(name, parameters);
+    optimizer->set_lr(0.02);
+    const auto loss = [&] {
+      Variable total(Tensor::scalar(0));
+      for (const auto& [label, parameter] : parameters) total = total + sum(parameter * parameter);
+      return total;
+    };
+    const double before = loss().item();
+    for (int step = 0; step < 30; ++step) {
+      Tape tape;
+      tape.backward(loss());
+      optimizer->step();
+      optimizer->zero_grad();
+    }
+    EXPECT_LT(loss().item(), before * 0.8) << name;
+  }
 }
 
 TEST(ClipGradNorm, ScalesAllByOneFactor) {

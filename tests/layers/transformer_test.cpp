@@ -127,6 +127,23 @@ TEST(TransformerBlock, AddsAttentionAndMlpOfNorms) {
   EXPECT_LT(parameter_gradient_error(block, [&] { return block(x, causal()); }), 1e-6);
 }
 
+TEST(TransformerBlock, PostNormSwigluRotaryHaveGradients) {
+  Generator generator(8);
+  TransformerBlock block(
+      8, 2,
+      {.kv_heads = 1, .norm = NormKind::rms, .post_norm = true, .swiglu = true, .rotary = true, .dtype = f64},
+      generator);
+  randomize(block, 0.4, generator);
+  EXPECT_EQ(block.mlp.up.weight.shape(), (Shape{48, 8}));
+  EXPECT_EQ(block.mlp.down.weight.shape(), (Shape{8, 24}));
+  EXPECT_FALSE(block.norm1.bias.defined());
+  const Variable x(randn({2, 5, 8}, 0, 1, f64, generator));
+  const Tensor y = block.norm1(x + block.attention(x, causal())).value();
+  const Tensor expected = block.norm2(Variable(y) + block.mlp(Variable(y))).value();
+  EXPECT_LT(relative_error(block(x, causal()).value(), expected), 1e-12);
+  EXPECT_LT(parameter_gradient_error(block, [&] { return block(x, causal()); }), 1e-6);
+}
+
 TEST(TransformerBlock, CausalMeansThatLaterTokensChangeNothing) {
   Generator generator(7);
   const TransformerBlock block(8, 2, {}, generator);

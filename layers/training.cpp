@@ -1,0 +1,90 @@
+#include "torus/layers/training.h"
+
+#include "torus/ops/ops.h"
+
+namespace torus {
+
+double backward_mean(int64_t count, const std::function<Variable(int64_t)>& loss, double scale) {
+  check(count > 0, Error::Kind::Value, "[backward_mean] expected at least one loss, got ", count);
+  double total = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    Tape tape;
+    const Variable value = loss(i);
+    tape.backward(value, {.seed = Tensor::full(value.shape(), scale / static_cast<double>(count),
+                                               value.dtype(), value.device())});
+    total += value.item();
+  }
+  return total / static_cast<double>(count);
+}
+
+ExponentialMovingAverage::ExponentialMovingAverage(std::vector<NamedParameter> parameters, double decay)
+    : parameters_(std::move(parameters)), decay_(decay) {
+  check(decay >= 0 && decay < 1, Error::Kind::Value, "[ema] expected 0 <= decay < 1, got ", decay);
+  for (const auto& [name, parameter] : parameters_)
+    averages_.push_back(parameter.value().to(parameter.dtype() == f64 ? f64 : f32).clone());
+}
+
+void ExponentialMovingAverage::update() {
+  check(own_.empty(), Error::Kind::Value, "[ema] the averages are swapped in; swap them out to update them");
+  const NoGrad only_values;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const Variable value(parameters_[i].parameter.value().to(averages_[i].dtype()));
+    averages_[i] = (Variable(averages_[i]) * decay_ + value * (1 - decay_)).value();
+  }
+}
+
+void ExponentialMovingAverage::swap_in() {
+  check(own_.empty(), Error::Kind::Value, "[ema] the averages are swapped in already");
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& parameter = parameters_[i].parameter;
+    own_.push_back(parameter.value());
+    parameter.mutable_value() = averages_[i].to(parameter.dtype());
+  }
+}
+
+void ExponentialMovingAverage::swap_out() {
+  check(!own_.empty() || parameters_.empty(), Error::Kind::Value, "[ema] the averages are not swapped in");
+  for (size_t i = 0; i < parameters_.size(); ++i) parameters_[i].parameter.mutable_value() = own_[i];
+  own_.clear();
+}
+
+MasterWeights::MasterWeights(std::vector<NamedParameter> parameters) : parameters_(std::move(parameters)) {
+  for (const auto& [name, parameter] : parameters_) {
+    const bool narrow = parameter.dtype() == f16 || parameter.dtype() == bf16;
+    masters_.push_back({name, Parameter(narrow ? parameter.value().to(f32) : parameter.value())});
+  }
+}
+
+void MasterWeights::take_gradients(double factor) {
+  const NoGrad only_values;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter &from = parameters_[i].parameter, &to = masters_[i].parameter;
+    if (!from.grad().defined()) continue;
+    const Tensor grad = (Variable(from.grad().to(to.dtype())) * factor).value();
+    from.zero_grad();
+    to.mutable_grad() = to.grad().defined() ? (Variable(to.grad()) + Variable(grad)).value() : grad;
+  }
+}
+
+void MasterWeights::publish() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& parameter = parameters_[i].parameter;
+    const Tensor& master = masters_[i].parameter.value();
+    if (parameter.value().storage() != master.storage()) parameter.mutable_value().copy_(master);
+  }
+}
+
+LossScale::LossScale(const LossScaleOptions& options) : options_(options), value_(options.initial) {
+  check(options.initial > 0 && options.growth > 1 && options.interval > 0, Error::Kind::Value,
+        "[loss_scale] expected initial > 0, growth > 1 and interval > 0, got ", options.initial, ", ",
+        options.growth, " and ", options.interval);
+}
+
+bool LossScale::update(bool finite) {
+  if (finite && ++good_ < options_.interval) return true;
+  value_ = finite ? value_ * options_.growth : value_ / options_.growth;
+  good_ = 0;
+  return finite;
+}
+
+}  // namespace torus

@@ -1,0 +1,127 @@
+// What surrounds training steps: accumulation, averages of the weights, mixed precision, evaluation.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "torus/autograd/tape.h"
+#include "torus/layers/module.h"
+
+namespace torus {
+
+/// Adds the gradient of the mean of loss(0), ..., loss(count - 1) into the leaves, and returns that mean. One
+/// tape after another, so memory is that of one loss. `scale` multiplies the gradients, not the result.
+double backward_mean(int64_t count, const std::function<Variable(int64_t)>& loss, double scale = 1);
+
+/// Mean of loss(batch) over a range of batches, each counted alike. Records nothing; the module is not in
+/// training meanwhile. Throws Error{Value} without a batch.
+template <class Batches, class Loss>
+double mean_loss(Module& module, Batches&& batches, Loss&& loss);
+
+/// Averages of parameters: average = decay * average + (1 - decay) * parameter at each update, from the
+/// values that the parameters have when it is made. In f32 for 16-bit parameters.
+class ExponentialMovingAverage {
+ public:
+  ExponentialMovingAverage(std::vector<NamedParameter> parameters, double decay);
+  /// After each step of the optimizer.
+  void update();
+  /// Lets the parameters have their averages, say to evaluate, and then their own values again, bit for bit.
+  /// Throws Error{Value} where they have them already.
+  void swap_in();
+  void swap_out();
+  /// One entry a parameter, in the order given.
+  const std::vector<Tensor>& averages() const { return averages_; }
+
+ private:
+  std::vector<NamedParameter> parameters_;
+  double decay_;
+  std::vector<Tensor> averages_;
+  std::vector<Tensor> own_;  // values of the parameters while the averages are in; empty otherwise
+};
+
+/// f32 masters of a model's 16-bit parameters (Micikevicius et al., 2018). The model computes in 16 bits; the
+/// optimizer is made from `masters()` and steps them:
+///
+///     GPT model({.dtype = bf16});
+///     MasterWeights weights(model.named_parameters());
+///     AdamW optimizer(weights.masters());
+///     ...
+///     tape.backward(loss);
+///     weights.take_gradients();
+///     optimizer.step();
+///     weights.publish();
+///     optimizer.zero_grad();
+///
+/// The master of a parameter of f32 or f64 shares its memory.
+class MasterWeights {
+ public:
+  explicit MasterWeights(std::vector<NamedParameter> parameters);
+  const std::vector<NamedParameter>& masters() const { return masters_; }
+  /// Adds the gradients, multiplied by `factor`, to those of the masters, and drops the model's.
+  void take_gradients(double factor = 1);
+  /// Rounds the masters into the model.
+  void publish();
+
+ private:
+  std::vector<NamedParameter> parameters_, masters_;
+};
+
+struct LossScaleOptions {
+  double initial = 32768;  // the largest power of two in f16
+  double growth = 2;
+  int64_t interval = 2000;  // good steps after which it grows
+};
+
+/// A factor for the gradients of f16, so that small ones do not vanish. Goes down when one is infinite:
+///
+///     Tape tape;
+///     tape.backward(loss, {.seed = Tensor::full({}, scale.value(), loss.dtype())});
+///     weights.take_gradients(1 / scale.value());
+///     const double norm = clip_grad_norm(...);
+///     if (scale.update(std::isfinite(norm))) optimizer.step();
+class LossScale {
+ public:
+  explicit LossScale(const LossScaleOptions& options = {});
+  double value() const { return value_; }
+  /// After each backward: whether its gradients are all finite, which is returned. If not, the step must be
+  /// skipped and the scale is divided by `growth`; after `interval` good steps in line, multiplied.
+  bool update(bool finite);
+
+ private:
+  LossScaleOptions options_;
+  double value_;
+  int64_t good_ = 0;  // steps since the scale last changed
+};
+
+namespace detail {
+
+/// While alive, a module is not in training, and nothing records.
+class Evaluating {
+ public:
+  explicit Evaluating(Module& module) : module_(module), training_(module.training()) { module.train(false); }
+  ~Evaluating() { module_.train(training_); }
+  Evaluating(const Evaluating&) = delete;
+  Evaluating& operator=(const Evaluating&) = delete;
+
+ private:
+  Module& module_;
+  bool training_;
+  NoGrad only_values_;
+};
+
+}  // namespace detail
+
+template <class Batches, class Loss>
+double mean_loss(Module& module, Batches&& batches, Loss&& loss) {
+  const detail::Evaluating evaluating(module);
+  double total = 0;
+  int64_t count = 0;
+  for (const auto& batch : batches) {
+    total += loss(batch).item();
+    ++count;
+  }
+  check(count > 0, Error::Kind::Value, "[mean_loss] expected at least one batch, got none");
+  return total / static_cast<double>(count);
+}
+
+}  // namespace torus
