@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <variant>
 
 #include "tasks.h"
@@ -24,7 +25,7 @@ struct Options {
   int64_t layers = 0, heads = 0, width = 0, context = 0, batch = 0, steps = 0, seed = 1;
   double lr = 0, dropout = 0;
   // What a resumed run is free to change:
-  std::string text, save, resume, log;
+  std::string text, save, resume, log, profile;
   int64_t eval_every = 500, sample = 300, threads = 0;
   double minutes = 0, temperature = 0.8;
 };
@@ -128,6 +129,8 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
   app.add_option("--temperature", o.temperature, "of the sample (0.8); 0 takes the likeliest token")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--log", o.log, "file for one JSON object a step and evaluation");
+  app.add_option("--profile", o.profile,
+                 "file for a trace of 20 steps, which Perfetto opens; prints where their time goes");
   app.add_option("--threads", o.threads, "threads to use (default: one a processor)")
       ->check(CLI::PositiveNumber);
   return flags;
@@ -200,7 +203,18 @@ bool train(GPT& model, AdamW& optimizer, const Task& task, const Options& option
   const Interrupt interrupt;
   Progress progress(step, options.steps, options.batch * options.context);
   bool stopped = false;
+  std::optional<Profiler> profiler;
+  const int64_t profile_from = step + 5, profile_to = step + 25;  // when all is warm
   while (step < options.steps && !stopped) {
+    if (!options.profile.empty() && step == profile_from) profiler.emplace();
+    if (profiler && step == profile_to) {
+      profiler->stop();
+      profiler->write_trace(options.profile);
+      std::ostringstream table;
+      table << profiler->summary();
+      progress.note(table.str());
+      profiler.reset();
+    }
     const double lr =
         warmup_cosine(step, std::min<int64_t>(100, options.steps / 10), options.steps, options.lr);
     const double loss = train_step(model, optimizer, batches.next(), lr);

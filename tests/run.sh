@@ -11,5 +11,5 @@ for preset in asan release; do
   cmake --preset "$preset" -DTORUS_TESTS=ON -DTORUS_EXAMPLES=ON
   cmake --build --preset "$preset" -j "$cores"
 done
-ctest --preset asan
-ctest --preset release
+ctest --preset asan -j "$cores"
+ctest --preset release -j "$cores"
