@@ -34,6 +34,7 @@ typedef double DoubleVector __attribute__((vector_size(vector_bytes)));
 typedef int32_t Int32Vector __attribute__((vector_size(vector_bytes)));
 typedef uint32_t UInt32Vector __attribute__((vector_size(vector_bytes)));
 typedef int64_t Int64Vector __attribute__((vector_size(vector_bytes)));
+typedef uint64_t UInt64Vector __attribute__((vector_size(vector_bytes)));
 
 template <class T>
 using Vector = std::conditional_t<std::is_same_v<T, float>, FloatVector, DoubleVector>;
@@ -106,8 +107,8 @@ inline FloatVector exp(FloatVector x) {
   return reinterpret_cast<FloatVector>(
       _mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(n)));
 #else
-  const Int32Vector exponent = std::bit_cast<Int32Vector>(biased) << 23;
-  FloatVector y = std::bit_cast<FloatVector>(std::bit_cast<Int32Vector>(p) + exponent);
+  const UInt32Vector exponent = std::bit_cast<UInt32Vector>(biased) << 23;
+  FloatVector y = std::bit_cast<FloatVector>(std::bit_cast<UInt32Vector>(p) + exponent);
   y = x < -87.3365f ? FloatVector{} : y;
   y = x > 88.7228f ? splat(std::numeric_limits<float>::infinity()) : y;
   return x == x ? y : x;
@@ -133,8 +134,8 @@ inline DoubleVector exp(DoubleVector x) {
   p = p * r + 1.0 / 6;
   p = p * r + 0.5;
   p = p * (r * r) + r + 1.0;
-  const Int64Vector exponent = std::bit_cast<Int64Vector>(biased) << 52;
-  DoubleVector y = std::bit_cast<DoubleVector>(std::bit_cast<Int64Vector>(p) + exponent);
+  const UInt64Vector exponent = std::bit_cast<UInt64Vector>(biased) << 52;
+  DoubleVector y = std::bit_cast<DoubleVector>(std::bit_cast<UInt64Vector>(p) + exponent);
   y = x < -708.396 ? DoubleVector{} : y;
   y = x > 709.782 ? splat(std::numeric_limits<double>::infinity()) : y;
   return x == x ? y : x;

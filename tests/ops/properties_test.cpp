@@ -170,7 +170,9 @@ RC_GTEST_PROP(Properties, LargeSums, ()) {
   Array expected(kept);
   const Array at(a);
   add_broadcast(expected, shape, [&](const Index& i) { return at.at(i); });
-  RC_ASSERT(near(sum_to(a, kept), expected, 2e-5));
+  // Numbers of deviation 1 have sums of the size of the root of their count, rounded as often as blocks nest.
+  const double count = static_cast<double>(shape.numel()) / static_cast<double>(kept.numel());
+  RC_ASSERT(near(sum_to(a, kept), expected, 1e-6 * std::sqrt(count)));
 }
 
 RC_GTEST_PROP(Properties, Matmul, ()) {
