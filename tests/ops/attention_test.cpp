@@ -4,9 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <fstream>
 #include <limits>
 
+#include "ops/measure.h"
 #include "torus/autograd/anomaly.h"
 #include "torus/autograd/gradcheck.h"
 #include "torus/autograd/tape.h"
@@ -18,21 +18,6 @@ namespace torus {
 namespace {
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
-
-double norm(const Tensor& x) {
-  double sum = 0;
-  for (double value : x.to_vector<double>()) sum += value * value;
-  return std::sqrt(sum);
-}
-
-double distance(const Tensor& a, const Tensor& b) {
-  const auto x = a.to_vector<double>(), y = b.to_vector<double>();
-  EXPECT_EQ(x.size(), y.size());
-  double sum = 0;
-  for (size_t i = 0; i < x.size(); ++i)
-    if (x[i] != y[i]) sum += (x[i] - y[i]) * (x[i] - y[i]);  // equal infinities are no distance
-  return std::sqrt(sum);
-}
 
 bool same_bits(const Tensor& a, const Tensor& b) {
   const auto x = a.to_vector<double>(), y = b.to_vector<double>();
@@ -416,13 +401,6 @@ TEST(Attention, DropoutKeepsTheExpectedShare) {
     kept += w != 0;
   }
   EXPECT_NEAR(static_cast<double>(kept) / (n * n), 0.75, 0.01);
-}
-
-int64_t status_kilobytes(const std::string& field) {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);)
-    if (line.starts_with(field)) return std::stoll(line.substr(field.size() + 1));
-  return 0;
 }
 
 TEST(Attention, NeverHoldsAllScores) {

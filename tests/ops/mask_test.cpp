@@ -5,11 +5,11 @@
 
 #include <chrono>
 #include <cmath>
-#include <fstream>
 #include <limits>
 #include <numeric>
 #include <set>
 
+#include "ops/measure.h"
 #include "torus/autograd/gradcheck.h"
 #include "torus/autograd/tape.h"
 #include "torus/core/parallel.h"
@@ -316,21 +316,6 @@ struct Case {
   int64_t batch = 1, heads = 1, kv_heads = 1, queries = 1, keys = 1, width = 1, value_width = 1;
   AttentionOptions options = {};
 };
-
-double norm(const Tensor& x) {
-  double sum = 0;
-  for (double value : x.to_vector<double>()) sum += value * value;
-  return std::sqrt(sum);
-}
-
-double distance(const Tensor& a, const Tensor& b) {
-  const auto x = a.to_vector<double>(), y = b.to_vector<double>();
-  EXPECT_EQ(x.size(), y.size());
-  double sum = 0;
-  for (size_t i = 0; i < x.size(); ++i)
-    if (x[i] != y[i]) sum += (x[i] - y[i]) * (x[i] - y[i]);
-  return std::sqrt(sum);
-}
 
 // Output, lse and all gradients, fused against composed, by the rule that true zeros do not divide noise by
 // noise.
@@ -644,13 +629,6 @@ TEST(MaskedAttention, SameBitsForAnyThreads) {
     EXPECT_EQ(one, run()) << threads;
   }
   set_num_threads(before);
-}
-
-int64_t status_kilobytes(const std::string& field) {
-  std::ifstream status("/proc/self/status");
-  for (std::string line; std::getline(status, line);)
-    if (line.starts_with(field)) return std::stoll(line.substr(field.size() + 1));
-  return 0;
 }
 
 // By the allocator's count, and by the resident size of the process.
