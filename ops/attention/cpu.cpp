@@ -910,9 +910,9 @@ class Backward {
         T* ds_at = ds + r * tile_size + lane;
         // Rounded as in forward: fusing this product with the subtraction would not give the score that lse
         // is of.
-        Vector<T> score = simd::rounded(load(p_at) * scale);
-        if constexpr (masked) score = select(pairs.panel.words[r], lane, score, -infinity<T>);
-        Vector<T> weight = simd::exp(score - lse);
+        Vector<T> weight = simd::exp(simd::rounded(load(p_at) * scale) - lse);
+        // Selected last: lse is NaN where a key that the query does see is.
+        if constexpr (masked) weight = select(pairs.panel.words[r], lane, weight, T(0));
         if (wants_scores) {
           Vector<T> d_weight = load(ds_at);
           if constexpr (drops) d_weight *= load(factors + lane);

@@ -597,6 +597,43 @@ TEST(MaskedAttention, RowsWhoseBiasForbidsAll) {
     for (double value : x.grad().to_vector<double>()) ASSERT_TRUE(std::isfinite(value));
 }
 
+// What a query may not see changes nothing of it, though a tile holds both.
+TEST(MaskedAttention, NanInMaskedKeysIsHarmless) {
+  const int64_t n = 90, poisoned = 37;
+  for (const Mask& mask :
+       {neighborhood({.grid = {9, 10}, .window = {3, 3}, .boundary = {wrap, shift}}), document({30, 40, 20}),
+        sliding_window(5, 2), !sliding_window(20, 20), prefix(7)}) {
+    Generator g(8);
+    const auto make = [&] { return randn({1, 1, n, 6}, 0, 1, f64, g); };
+    const Tensor q0 = make(), k0 = make(), v0 = make(), d_out = make();
+    const auto run = [&](bool poison) {
+      Tensor k1 = k0.clone(), v1 = v0.clone();
+      if (poison) k1.select(2, poisoned).fill_(std::nan("")), v1.select(2, poisoned).fill_(std::nan(""));
+      Tape tape;
+      const Variable q(q0, true), k(k1, true), v(v1, true);
+      const auto [out, lse] = attention(q, k, v, {.mask = mask, .backend = Backend::cpu});
+      tape.backward({out}, {d_out});
+      return std::vector<Tensor>{out.value(), lse.value().unsqueeze(3), q.grad(), k.grad(), v.grad()};
+    };
+    const auto clean = run(false), dirty = run(true);
+    const auto sees = [&](int64_t query, int64_t key) { return mask.allows(query, key, n, n); };
+    int64_t compared = 0;
+    for (int64_t token = 0; token < n; ++token) {
+      // A query is untouched if it does not see the key; a key, if all that see it are.
+      bool key_untouched = true;
+      for (int64_t query = 0; query < n; ++query)
+        key_untouched &= !sees(query, token) || !sees(query, poisoned);
+      for (size_t i = 0; i < clean.size(); ++i) {
+        if (i < 3 ? sees(token, poisoned) : !key_untouched) continue;
+        ++compared;
+        const Tensor a = clean[i].select(2, token), b = dirty[i].select(2, token);
+        EXPECT_LE(distance(a, b), 1e-13 * (1 + norm(a))) << i << " of token " << token;
+      }
+    }
+    EXPECT_GT(compared, n);
+  }
+}
+
 TEST(MaskedAttention, LogitsOfTenThousand) {
   Case c{.heads = 2, .kv_heads = 2, .queries = 80, .keys = 80, .width = 16, .value_width = 16};
   c.options.scale = 1e4;
@@ -648,6 +685,7 @@ TEST(MaskedAttention, MemoryGrowsWithTheTokens) {
   };
   const int64_t small = peak(window(16), 16 * 16 * 16), resident = status_kilobytes("VmRSS:");
   EXPECT_LE(peak(window(32), 32 * 32 * 32), 8.1 * static_cast<double>(small));
+  EXPECT_LE(peak(window(64), 64 * 64 * 64), 64.8 * static_cast<double>(small));
   const std::vector<int64_t> documents(32, 1024);
   for (const Mask& mask :
        {sliding_window(30, 2), document(documents), sliding_window(9, 9) & document(documents)})
