@@ -1,19 +1,20 @@
 """PyTorch's side of compare_pytorch.sh, and the table of both. Float32, CPU.
 
-usage: compare_pytorch.py run            times PyTorch, prints one JSON object {name: milliseconds, ...}
-       compare_pytorch.py table DIRECTORY   reads torus-*.json and pytorch-*.json there, prints the ratios
+usage: compare_pytorch.py run                  times PyTorch, prints one JSON object {name: milliseconds, ...}
+       compare_pytorch.py peak PROGRAM [ARG...]   runs it, prints the most memory that it held, in MiB
+       compare_pytorch.py table DIRECTORY         reads torus-*.json, pytorch-*.json and peak-* there, prints the ratios
 """
 import glob
 import json
 import os
+import resource
 import statistics
+import subprocess
 import sys
 import time
 
 
 def run():
-    import resource
-
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -93,6 +94,12 @@ def run():
     print(json.dumps(times))
 
 
+def peak(command):
+    code = subprocess.call(command, stdout=subprocess.DEVNULL)
+    print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)
+    sys.exit(code)
+
+
 def table(directory):
     ours, theirs = {}, {}
     for path in glob.glob(directory + "/torus-*.json"):
@@ -109,11 +116,18 @@ def table(directory):
         mine = statistics.median(values)
         other = statistics.median(theirs[name]) if name in theirs else None
         print(f"{name:36}{mine:10.2f}" + (f"{other:12.2f}{other / mine:16.2f}x" if other else ""))
+    peaks = []
+    for path in glob.glob(directory + "/peak-*"):
+        with open(path) as file:
+            peaks.append(float(file.read()))
+    print(f"{'peak resident MiB, all of the above':36}{max(peaks):10.0f}{max(theirs['peak MiB']):12.0f}")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["run"]:
         run()
+    elif sys.argv[1:2] == ["peak"]:
+        peak(sys.argv[2:])
     elif sys.argv[1:2] == ["table"]:
         table(sys.argv[2])
     else:

@@ -19,9 +19,9 @@ cores="taskset -c 0,1"
 for round in $(seq "${1:-3}"); do
   $cores "$environment/bin/python" tests/bench/compare_pytorch.py run > "$results/pytorch-$round.json"
   for program in train attention; do
-    $cores build/tests/${program}_bench --benchmark_out="$results/torus-$program-$round.json" \
-      --benchmark_out_format=json > "$results/last.txt"
+    $cores python3 tests/bench/compare_pytorch.py peak build/tests/${program}_bench \
+      --benchmark_out="$results/torus-$program-$round.json" --benchmark_out_format=json \
+      > "$results/peak-$program-$round" 2> /dev/null
   done
 done
-cat "$results/last.txt"
 "$environment/bin/python" tests/bench/compare_pytorch.py table "$results"
