@@ -15,12 +15,12 @@ const NeighborhoodAttentionOptions& checked(const NeighborhoodAttentionOptions& 
   for (Boundary boundary : o.boundary)
     check(boundary != Boundary::valid, Error::Kind::Value,
           "[neighborhood_attention] valid needs more keys than queries; a layer has as many");
+  // The rest is the mask's to check, on a grid of any size.
+  neighborhood({.grid = std::vector<int64_t>(o.window.size(), 1),
+                .window = o.window,
+                .dilation = o.dilation,
+                .boundary = o.boundary});
   return o;
-}
-
-template <class T>
-T entry(const std::vector<T>& list, size_t axis, T fallback) {
-  return list.empty() ? fallback : list.size() == 1 ? list[0] : list.at(axis);
 }
 
 }  // namespace
@@ -35,10 +35,10 @@ NeighborhoodAttention::NeighborhoodAttention(const NeighborhoodAttentionOptions&
   add("out", out);
   Shape sizes{options.heads};
   for (size_t a = 0; a < options.window.size(); ++a) {
-    wrapped_.push_back(entry(options.boundary, a, Boundary::shift) == Boundary::wrap);
+    wrapped_.push_back(detail::axis_entry(options.boundary, a, Boundary::shift) == Boundary::wrap);
     // A shifted window reaches all its length to one side.
     const int64_t steps = wrapped_.back() ? options.window[a] / 2 : options.window[a] - 1;
-    sizes.push_back(2 * steps * entry<int64_t>(options.dilation, a, 1) + 1);
+    sizes.push_back(2 * steps * detail::axis_entry<int64_t>(options.dilation, a, 1) + 1);
   }
   if (options.relative_bias) table = Parameter(Tensor::zeros(sizes, options.dtype));
   add("table", table);
@@ -66,20 +66,16 @@ Variable NeighborhoodAttention::operator()(const Variable& x) const {
         x.shape());
   const std::vector<int64_t> grid(x.shape().begin() + 1, x.shape().begin() + 1 + axes);
   const Place& here = place(grid);
-  const int64_t batch = x.size(0), heads = options_.heads, width = options_.channels / heads;
-  const int64_t tokens = x.shape().slice(1, axes + 1).numel();
+  const int64_t batch = x.size(0), tokens = x.shape().slice(1, axes + 1).numel();
   const auto parts = split(qkv(reshape(x, {batch, tokens, options_.channels})),
                            {options_.channels, options_.channels, options_.channels}, -1);
-  const auto head = [&](const Variable& part, bool turn) {
-    const Variable y = transpose(reshape(part, {batch, tokens, heads, width}), 1, 2);
-    return turn && options_.rotary ? rotary(y, here.codes) : y;
-  };
+  const auto heads = [&](const Variable& part) { return split_heads(part, options_.heads); };
+  const auto turned = [&](const Variable& part) { return options_.rotary ? rotary(part, here.codes) : part; };
   AttentionOptions how{.mask = here.mask, .dropout = training() ? options_.dropout : 0};
   if (options_.relative_bias) how.bias.push_back(relative_bias(table, grid, wrapped_));
   const Variable mixed =
-      torus::attention(head(parts[0], true), head(parts[1], true), head(parts[2], false), how).out;
-  return reshape(dropout_(out(reshape(transpose(mixed, 1, 2), {batch, tokens, options_.channels}))),
-                 x.shape());
+      torus::attention(turned(heads(parts[0])), turned(heads(parts[1])), heads(parts[2]), how).out;
+  return reshape(dropout_(out(join_heads(mixed))), x.shape());
 }
 
 GridTransformerBlock::GridTransformerBlock(const GridTransformerBlockOptions& options, Generator& generator)

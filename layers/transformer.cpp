@@ -83,7 +83,7 @@ Variable MultiHeadAttention::operator()(const Variable& x, const Variable& conte
 }
 
 Variable MultiHeadAttention::heads(const Variable& x) const {
-  return transpose(reshape(x, {x.size(0), x.size(1), x.size(2) / head_channels_, head_channels_}), 1, 2);
+  return split_heads(x, x.size(2) / head_channels_);
 }
 
 Variable MultiHeadAttention::turned(const Variable& x, int64_t first) const {
@@ -98,10 +98,9 @@ Variable MultiHeadAttention::turned(const Variable& x, int64_t first) const {
 
 Variable MultiHeadAttention::attend(const Variable& q, const Variable& k, const Variable& v,
                                     const Mask& mask) const {
-  // The output of attention is laid out so that this is a view.
   const Variable mixed =
       torus::attention(q, k, v, {.mask = mask, .dropout = training() ? weight_dropout_ : 0}).out;
-  return dropout_(out(reshape(transpose(mixed, 1, 2), {q.size(0), q.size(2), channels_})));
+  return dropout_(out(join_heads(mixed)));
 }
 
 CrossAttention::CrossAttention(const CrossAttentionOptions& o, Generator& generator)
@@ -124,13 +123,10 @@ Variable CrossAttention::operator()(const Variable& x, const Variable& context, 
   const Variable& from = context.defined() ? context : x;
   check(x.dim() == 3 && from.dim() == 3, Error::Kind::Shape,
         "[cross_attention] expected x and context of 3 axes, got ", x.shape(), " and ", from.shape());
-  const auto heads = [&](const Variable& y) {
-    return transpose(reshape(y, {y.size(0), y.size(1), options_.heads, options_.head_dim}), 1, 2);
-  };
+  const auto heads = [&](const Variable& y) { return split_heads(y, options_.heads); };
   const Variable mixed =
       torus::attention(heads(to_q(x)), heads(to_k(from)), heads(to_v(from)), {.mask = mask}).out;
-  return dropout_(
-      to_out(reshape(transpose(mixed, 1, 2), {x.size(0), x.size(1), options_.heads * options_.head_dim})));
+  return dropout_(to_out(join_heads(mixed)));
 }
 
 TransformerBlock::TransformerBlock(int64_t channels, int64_t heads, const TransformerBlockOptions& options,

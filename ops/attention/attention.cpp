@@ -83,10 +83,7 @@ void check_bias(const AttentionBias& bias, const AttentionProblem& problem) {
 // The gradient of what is added to all scores of a row alike: weights do not change, and lse by as much.
 Tensor row_gradient(const AttentionGradients& g, DType dtype) {
   if (!g.d_lse.defined()) return Tensor();
-  Tensor no_key = Tensor::empty(g.lse.shape(), boolean);
-  const Tensor lse = g.lse.to(f64).contiguous();
-  for (int64_t i = 0; i < lse.numel(); ++i)
-    no_key.mutable_data<bool>()[i] = lse.data<double>()[i] == -std::numeric_limits<double>::infinity();
+  const Tensor no_key = detail::equals(g.lse, -std::numeric_limits<double>::infinity());
   return masked_fill(Variable(g.d_lse), no_key, 0).value().to(dtype).unsqueeze(3);
 }
 
@@ -95,9 +92,8 @@ void count(ProfileScope& scope, const AttentionProblem& p, int64_t widths,
            std::initializer_list<const Tensor*> tensors) {
   if (!scope) return;
   for (const Tensor* tensor : tensors) scope.add(*tensor);
-  scope.add_flops(
-      2.0 * static_cast<double>(p.batch() * p.heads() * widths) *
-      static_cast<double>(p.mask.rule().map({p.queries(), p.keys(), p.batch(), p.heads()})->needed));
+  scope.add_flops(2.0 * static_cast<double>(p.batch() * p.heads() * widths) *
+                  static_cast<double>(p.mask.rule().map({p.queries(), p.keys(), p.batch()})->needed));
 }
 
 const AttentionBackend& choose(const AttentionProblem& problem, Backend wanted) {
@@ -153,7 +149,7 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
   problem.k = unit_stride(k.value());
   problem.v = unit_stride(v.value());
   problem.mask = options.mask;
-  problem.mask.rule().check_shape({problem.queries(), problem.keys(), problem.batch(), problem.heads()});
+  problem.mask.rule().check_shape({problem.queries(), problem.keys(), problem.batch()});
   std::vector<Variable> inputs{q, k, v};
   for (const AttentionBias& term : options.bias) {
     problem.bias.push_back(term.kind() == AttentionBias::Kind::dense ? AttentionBias(four_axes(term.value()))
@@ -240,6 +236,17 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
       },
       Infinities::negative);
   return {results[0], results[1]};
+}
+
+Variable split_heads(const Variable& x, int64_t heads) {
+  check(x.dim() == 3 && heads > 0 && x.size(2) % heads == 0, Error::Kind::Shape,
+        "[split_heads] expected x [B, N, C], C a multiple of ", heads, " heads, got ", x.shape());
+  return transpose(reshape(x, {x.size(0), x.size(1), heads, x.size(2) / heads}), 1, 2);
+}
+
+Variable join_heads(const Variable& x) {
+  check(x.dim() == 4, Error::Kind::Shape, "[join_heads] expected x [B, H, N, D], got ", x.shape());
+  return reshape(transpose(x, 1, 2), {x.size(0), x.size(2), x.size(1) * x.size(3)});
 }
 
 }  // namespace torus

@@ -46,6 +46,10 @@ struct AttentionOutput {
 AttentionOutput attention(const Variable& q, const Variable& k, const Variable& v,
                           const AttentionOptions& options = {});
 
+/// x [B, N, H * D] as [B, H, N, D], which attention takes, and an output of it back: views.
+Variable split_heads(const Variable& x, int64_t heads);
+Variable join_heads(const Variable& x);
+
 /// While alive, `automatic` chooses among these backends only, on this thread.
 class BackendScope {
  public:

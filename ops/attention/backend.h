@@ -87,6 +87,9 @@ extern const AttentionBackend cpu_attention;
 AttentionOutput reference_attention(const Variable& q, const Variable& k, const Variable& v,
                                     const AttentionProblem& problem);
 
+/// True where x is `value`.
+Tensor equals(const Tensor& x, double value);
+
 /// A new tensor [B, H, N, D] whose memory is [B, N, H, D], so that joining the heads again is a view.
 Tensor empty_heads(int64_t batch, int64_t heads, int64_t tokens, int64_t width, DType dtype, Device device);
 

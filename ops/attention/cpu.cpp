@@ -300,36 +300,31 @@ class Bias {
 
   /// scores[r][lane] += the bias of the pair.
   void add(T* scores, const Pairs& pairs, int64_t b, int64_t h) const {
-    for (const Term& term : terms_)
-      for_each_pair(term, pairs, b, h, [&](int64_t r, int64_t lane, auto index) {
-        T& score = scores[r * tile_size + lane];
-        if (term.kind == AttentionBias::Kind::dense)
-          score += static_cast<T>(term.value.template data<S>()[index]);
-        else if (term.kind == AttentionBias::Kind::relative)
-          score += static_cast<T>(term.table.template data<S>()[index]);
-        else
-          score -= static_cast<T>(term.table.template data<double>()[h] * static_cast<double>(index));
+    for (const Term& term : terms_) {
+      if (term.kind == AttentionBias::Kind::alibi) {
+        const double slope = term.table.template data<double>()[h];
+        for_each_pair(term, {}, pairs, b, h, [&](int64_t r, int64_t lane, int64_t distance) {
+          scores[r * tile_size + lane] -= static_cast<T>(slope * static_cast<double>(distance));
+        });
+        continue;
+      }
+      const bool dense = term.kind == AttentionBias::Kind::dense;
+      const S* from = (dense ? term.value : term.table).template data<S>();
+      for_each_pair(term, term.value.strides(), pairs, b, h, [&](int64_t r, int64_t lane, int64_t index) {
+        scores[r * tile_size + lane] += static_cast<T>(from[index]);
       });
+    }
   }
 
-  /// Adds d_scores to the gradient of term i: `grad` is laid out as the contiguous term is.
+  /// Adds d_scores to the gradient of term i. `strides`: of the gradient of a dense term.
   void add_gradient(size_t i, T* grad, const Shape& strides, const T* d_scores, const Pairs& pairs, int64_t b,
                     int64_t h) const {
-    Term term{terms_[i].kind, terms_[i].value, terms_[i].table, terms_[i].axes};
-    if (term.kind == AttentionBias::Kind::dense)
-      term.value = term.value.as_strided(term.value.shape(), strides, 0);
     const auto lanes =
         std::min(pairs.panel.lanes, static_cast<int64_t>(pairs.owners.size()) - pairs.panel.lane);
-    for_each_pair(term, pairs, b, h, [&](int64_t r, int64_t lane, int64_t index) {
+    for_each_pair(terms_[i], strides, pairs, b, h, [&](int64_t r, int64_t lane, int64_t index) {
       if (lane < lanes) grad[index] += d_scores[r * tile_size + lane];
     });
   }
-
-  /// Elements of one head's table; whether all heads share it.
-  int64_t table_size(size_t i) const {
-    return terms_[i].value.numel() / std::max<int64_t>(terms_[i].value.size(0), 1);
-  }
-  bool table_shared(size_t i) const { return terms_[i].value.size(0) == 1; }
 
  private:
   struct Axis {
@@ -342,15 +337,15 @@ class Bias {
     std::vector<Axis> axes;
   };
 
-  // f(r, lane, index of the element), or for alibi the distance of the pair.
+  // f(r, lane, index of the element), by `strides` if the term is dense; for alibi the distance of the pair.
   template <class F>
-  void for_each_pair(const Term& term, const Pairs& pairs, int64_t b, int64_t h, F&& f) const {
+  void for_each_pair(const Term& term, const Shape& strides, const Pairs& pairs, int64_t b, int64_t h,
+                     F&& f) const {
     const bool queries_own = pairs.side == Side::query;
     const int64_t lanes = pairs.panel.lanes;
     int64_t lane_tokens[tile_size];
     for (int64_t lane = 0; lane < lanes; ++lane) lane_tokens[lane] = pairs.lane_token(lane);
     if (term.kind == AttentionBias::Kind::dense) {
-      const Shape& strides = term.value.strides();
       const int64_t first = b * strides[0] + h * strides[1];
       const int64_t row_stride = strides[queries_own ? 3 : 2], lane_stride = strides[queries_own ? 2 : 3];
       for (int64_t r = 0; r < pairs.panel.count; ++r)
@@ -406,7 +401,7 @@ class Maps {
     per_batch_ = rule.per_batch(), per_head_ = rule.per_head();
     for (int64_t b = 0; b < (per_batch_ ? p.batch() : 1); ++b)
       for (int64_t h = 0; h < (per_head_ ? p.heads() : 1); ++h)
-        maps_.push_back(rule.map({p.queries(), p.keys(), p.batch(), p.heads(), b, h}));
+        maps_.push_back(rule.map({p.queries(), p.keys(), p.batch(), b, h}));
   }
   const MaskMap& of(int64_t b, int64_t h) const {
     return *maps_[static_cast<size_t>((per_batch_ ? b * (per_head_ ? heads_ : 1) : 0) + (per_head_ ? h : 0))];

@@ -249,7 +249,7 @@ std::shared_ptr<const MaskMap> MaskRule::map(MaskShape shape) const {
 namespace torus {
 
 MaskCosts mask_costs(const Mask& mask, int64_t queries, int64_t keys, int64_t batch, int64_t head) {
-  const auto map = mask.rule().map({queries, keys, batch + 1, head + 1, batch, head});
+  const auto map = mask.rule().map({.queries = queries, .keys = keys, .batch = batch, .head = head});
   MaskCosts costs;
   costs.needed = map->needed, costs.visited = map->visited, costs.bytes = map->bytes();
   costs.atoms = static_cast<int64_t>(map->atoms.size());

@@ -134,8 +134,9 @@ class PaddingRule final : public PredicateRule<PaddingRule> {
 
   bool sees(const Query&, const Key& k, const MaskShape& shape) const { return k.token < length(shape); }
   void check_shape(const MaskShape& s) const override {
-    check(static_cast<int64_t>(lengths_.size()) == s.batches, Error::Kind::Shape, "[padding] expected ",
-          s.batches, " lengths, one a batch element, got ", lengths_.size());
+    const auto count = static_cast<int64_t>(lengths_.size());
+    check(s.batches == 0 ? s.batch < count : s.batches == count, Error::Kind::Shape, "[padding] expected ",
+          s.batches == 0 ? s.batch + 1 : s.batches, " lengths, one a batch element, got ", count);
     for (size_t b = 0; b < lengths_.size(); ++b)
       check(lengths_[b] >= 0 && lengths_[b] <= s.keys, Error::Kind::Shape,
             "[padding] the length of batch element ", b, " must be in [0, ", s.keys, "], got ", lengths_[b]);
@@ -339,7 +340,7 @@ Mask make(Args&&... args) {
 Mask::Mask() : Mask(full()) {}
 
 bool Mask::allows(int64_t q, int64_t k, int64_t queries, int64_t keys, int64_t batch, int64_t head) const {
-  const MaskShape shape{queries, keys, batch + 1, head + 1, batch, head};
+  const MaskShape shape{.queries = queries, .keys = keys, .batch = batch, .head = head};
   return rule_->allows(shape, q, k);
 }
 

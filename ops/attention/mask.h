@@ -35,7 +35,6 @@ class Mask {
   /// Whether query token q may see key token k, among Nq queries and Nk keys, of one batch element and head.
   bool allows(int64_t q, int64_t k, int64_t queries, int64_t keys, int64_t batch = 0, int64_t head = 0) const;
   const detail::MaskRule& rule() const { return *rule_; }
-  const std::shared_ptr<const detail::MaskRule>& shared_rule() const { return rule_; }
 
  private:
   std::shared_ptr<const detail::MaskRule> rule_;
@@ -109,6 +108,12 @@ struct MaskCosts {
 MaskCosts mask_costs(const Mask& mask, int64_t queries, int64_t keys, int64_t batch = 0, int64_t head = 0);
 
 namespace detail {
+
+/// The entry of an axis in a list that holds one an axis, one for all, or none.
+template <class T>
+T axis_entry(const std::vector<T>& list, size_t axis, T fallback) {
+  return list.empty() ? fallback : list.size() == 1 ? list[0] : list.at(axis);
+}
 
 template <class Predicate>
 class LambdaRule final : public PredicateRule<LambdaRule<Predicate>> {

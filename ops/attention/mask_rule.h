@@ -55,10 +55,11 @@ enum class Side { query, key };
 /// Bits of up to 64 others x 64 owners: bit i of word j says whether owner i and other j are an allowed pair.
 using Atom = std::array<uint64_t, tile_size>;
 
-/// The problem that a map is for. `batch` and `head` are 0 where the rule does not depend on them.
+/// The problem that a map is for. `batch` and `head` are 0 where the rule does not depend on them;
+/// `batches`, how many elements there are, is 0 where that is not known.
 struct MaskShape {
   int64_t queries = 0, keys = 0;
-  int64_t batches = 1, heads = 1;
+  int64_t batches = 0;
   int64_t batch = 0, head = 0;
 
   int64_t owners(Side side) const { return side == Side::query ? queries : keys; }

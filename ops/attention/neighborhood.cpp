@@ -225,19 +225,22 @@ class NeighborhoodRule final : public detail::MaskRule {
           "[neighborhood] expected a query grid of ", axes, " axes, as that of the keys, got ",
           o.grid.size());
     query_grid_ = Grid("neighborhood", explicit_ ? key_grid_.sizes() : o.grid);
-    const auto entry = [&](const auto& list, const char* what, auto fallback) {
-      check(list.size() <= 1 || static_cast<int>(list.size()) == axes, Error::Kind::Value,
-            "[neighborhood] expected ", axes, " entries in ", what, ", one an axis, got ", list.size());
-      return [&list, fallback](int axis) {
-        return list.empty() ? fallback : list.size() == 1 ? list[0] : list[static_cast<size_t>(axis)];
-      };
-    };
     check(!o.window.empty(), Error::Kind::Value, "[neighborhood] expected a window, got none");
-    const auto window = entry(o.window, "window", int64_t{1}),
-               dilation = entry(o.dilation, "dilation", int64_t{1});
-    const auto boundary = entry(o.boundary, "boundary", Boundary::shift);
+    const auto check_entries = [&](size_t size, const char* what) {
+      check(size <= 1 || static_cast<int>(size) == axes, Error::Kind::Value, "[neighborhood] expected ", axes,
+            " entries in ", what, ", one an axis, got ", size);
+    };
+    check_entries(o.window.size(), "window");
+    check_entries(o.dilation.size(), "dilation");
+    check_entries(o.boundary.size(), "boundary");
     for (int a = 0; a < axes; ++a) {
-      Axis axis{boundary(a), window(a), dilation(a), query_grid_.size(a), key_grid_.size(a), {}};
+      const auto at = static_cast<size_t>(a);
+      Axis axis{detail::axis_entry(o.boundary, at, Boundary::shift),
+                detail::axis_entry<int64_t>(o.window, at, 1),
+                detail::axis_entry<int64_t>(o.dilation, at, 1),
+                query_grid_.size(a),
+                key_grid_.size(a),
+                {}};
       check(axis.window >= 1 && axis.dilation >= 1, Error::Kind::Value, "[neighborhood] axis ", a,
             ": window and dilation must be at least 1, got ", axis.window, " and ", axis.dilation);
       if (axis.boundary == Boundary::valid) {

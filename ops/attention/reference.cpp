@@ -24,7 +24,7 @@ Tensor forbidden_pairs(const AttentionProblem& problem) {
   bool* data = result.mutable_data<bool>();
   for (int64_t b = 0; b < batches; ++b)
     for (int64_t h = 0; h < heads; ++h) {
-      const MaskShape shape{problem.queries(), problem.keys(), problem.batch(), problem.heads(), b, h};
+      const MaskShape shape{problem.queries(), problem.keys(), problem.batch(), b, h};
       for (int64_t q = 0; q < problem.queries(); ++q)
         for (int64_t k = 0; k < problem.keys(); ++k) *data++ = !rule.allows(shape, q, k);
     }
@@ -97,15 +97,16 @@ Variable repeat_heads(const Variable& x, int64_t group) {
   return reshape(expand(reshape(x, {b, h, 1, n, d}), {b, h, group, n, d}), {b, h * group, n, d});
 }
 
-// True where x equals `value`.
+}  // namespace
+
 Tensor equals(const Tensor& x, double value) {
   Tensor result = Tensor::empty(x.shape(), boolean, x.device());
   const Tensor wide = x.to(f64).contiguous();
-  for (int64_t i = 0; i < x.numel(); ++i) result.mutable_data<bool>()[i] = wide.data<double>()[i] == value;
+  const double* from = wide.data<double>();
+  bool* to = result.mutable_data<bool>();
+  for (int64_t i = 0; i < x.numel(); ++i) to[i] = from[i] == value;
   return result;
 }
-
-}  // namespace
 
 AttentionOutput reference_attention(const Variable& q, const Variable& k, const Variable& v,
                                     const AttentionProblem& problem) {

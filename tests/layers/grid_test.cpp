@@ -91,6 +91,12 @@ TEST(NeighborhoodAttention, TakesGridsOfAnySizeAndRefusesOthers) {
   } catch (const Error& error) {
     EXPECT_STREQ(error.what(), "[neighborhood_attention] expected x [B, 2 grid axes, 8], got [1, 4, 8]");
   }
+  try {
+    NeighborhoodAttention wrong({.channels = 8, .window = {3, 3, 3}, .boundary = {wrap, shift}});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(), "[neighborhood] expected 3 entries in boundary, one an axis, got 2");
+  }
 }
 
 // One voxel is felt in its windows, and nowhere else.

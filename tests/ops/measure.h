@@ -12,13 +12,15 @@
 
 namespace torus {
 
+/// Of the elements that are not infinite.
 inline double norm(const Tensor& x) {
   double sum = 0;
-  for (double value : x.to_vector<double>()) sum += value * value;
+  for (double value : x.to_vector<double>())
+    if (!std::isinf(value)) sum += value * value;
   return std::sqrt(sum);
 }
 
-/// Equal infinities are no distance.
+/// Equal infinities are no distance, others an infinite one.
 inline double distance(const Tensor& a, const Tensor& b) {
   const auto x = a.to_vector<double>(), y = b.to_vector<double>();
   EXPECT_EQ(x.size(), y.size());
