@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "torus/core/dtype.h"
+
 namespace torus::vmath {
 
 // A call that is not inlined keeps its loop from being vectorised, and the compiler's own limits are not
@@ -126,5 +128,25 @@ TORUS_INLINE Normal<double> normal(double x) {
 }
 
 #undef TORUS_INLINE
+
+/// The largest of n elements, -inf of none.
+template <class T>
+Compute<T> largest_of(const T* x, int64_t n) {
+  using C = Compute<T>;
+  C largest = -std::numeric_limits<C>::infinity();
+#pragma omp simd reduction(max : largest)
+  for (int64_t i = 0; i < n; ++i) largest = C(x[i]) > largest ? C(x[i]) : largest;
+  return largest;
+}
+
+/// The sum of exp(x - shift) over n elements.
+template <class T>
+Compute<T> sum_of_exponentials(const T* x, int64_t n, Compute<T> shift) {
+  using C = Compute<T>;
+  C sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += exp(C(x[i]) - shift);
+  return sum;
+}
 
 }  // namespace torus::vmath

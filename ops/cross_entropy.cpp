@@ -37,11 +37,7 @@ void cross_entropy_forward_cpu(Tensor& loss, Tensor& statistics, const Tensor& l
       for (int64_t row = first; row < last; ++row) {
         if (target[row] == ignore_index) continue;
         const T* from = x + row * n;
-        C largest = -std::numeric_limits<C>::infinity(), sum = 0;
-#pragma omp simd reduction(max : largest)
-        for (int64_t i = 0; i < n; ++i) largest = C(from[i]) > largest ? C(from[i]) : largest;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < n; ++i) sum += vmath::exp(C(from[i]) - largest);
+        const C largest = vmath::largest_of(from, n), sum = vmath::sum_of_exponentials(from, n, largest);
         statistics_data[2 * row] = largest;
         statistics_data[2 * row + 1] = sum;
         // How far the target, or the smoothed mean of all classes, is below the largest.

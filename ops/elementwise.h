@@ -80,6 +80,18 @@ inline void check_floating(const char* op, const Variable& x) {
   check(is_floating(x.dtype()), Error::Kind::DType, "[", op, "] expected a floating dtype, got ", x.dtype());
 }
 
+/// That a parameter of an op along the last axis of x, such as the weight of a norm, is [C] and like x.
+inline void check_channels(const char* op, const char* name, const Variable& parameter, const Variable& x) {
+  check(parameter.dim() == 1, Error::Kind::Shape, "[", op, "] ", name, " must have one axis, got shape ",
+        parameter.shape());
+  check(parameter.numel() == x.size(-1), Error::Kind::Shape, "[", op, "] ", name, " must have ", x.size(-1),
+        " elements (last dimension of x), got ", parameter.numel());
+  check(parameter.dtype() == x.dtype(), Error::Kind::DType, "[", op, "] ", name, " must be ", x.dtype(),
+        " as x, got ", parameter.dtype());
+  check(parameter.device() == x.device(), Error::Kind::Device, "[", op, "] ", name, " must be on ",
+        x.device(), " as x, got ", parameter.device());
+}
+
 /// Both operands, stretched to their common shape.
 struct Operands {
   Tensor a, b;

@@ -1,8 +1,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "torus/core/kernel.h"
-#include "torus/core/strided.h"
+#include "torus/ops/elementwise.h"
 #include "torus/ops/ops.h"
 
 namespace torus {
@@ -119,25 +118,13 @@ const Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&,
 const Kernel<void(Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)>
     backward_kernel{"layer_norm.backward", layer_norm_backward_cpu};
 
-void check_parameter(const char* name, const Variable& parameter, const Variable& x) {
-  check(parameter.dim() == 1, Error::Kind::Shape, "[layer_norm] ", name, " must have one axis, got shape ",
-        parameter.shape());
-  check(parameter.numel() == x.size(-1), Error::Kind::Shape, "[layer_norm] ", name, " must have ", x.size(-1),
-        " elements (last dimension of x), got ", parameter.numel());
-  check(parameter.dtype() == x.dtype(), Error::Kind::DType, "[layer_norm] ", name, " must be ", x.dtype(),
-        " as x, got ", parameter.dtype());
-  check(parameter.device() == x.device(), Error::Kind::Device, "[layer_norm] ", name, " must be on ",
-        x.device(), " as x, got ", parameter.device());
-}
-
 }  // namespace
 
 Variable layer_norm(const Variable& x, const Variable& weight, const Variable& bias, double eps) {
   check(x.dim() >= 1, Error::Kind::Shape, "[layer_norm] x must have at least one axis");
-  check(is_floating(x.dtype()), Error::Kind::DType, "[layer_norm] expected a floating dtype, got ",
-        x.dtype());
-  check_parameter("weight", weight, x);
-  if (bias.defined()) check_parameter("bias", bias, x);
+  check_floating("layer_norm", x);
+  check_channels("layer_norm", "weight", weight, x);
+  if (bias.defined()) check_channels("layer_norm", "bias", bias, x);
   check(eps >= 0, Error::Kind::Value, "[layer_norm] eps must be at least 0, got ", eps);
 
   const Tensor flat = as_rows(x.value()).contiguous(), scale = weight.value().contiguous();

@@ -1,8 +1,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "torus/core/kernel.h"
-#include "torus/core/strided.h"
+#include "torus/ops/elementwise.h"
 #include "torus/ops/ops.h"
 
 namespace torus {
@@ -87,15 +86,8 @@ const Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&,
 
 Variable rms_norm(const Variable& x, const Variable& weight, double eps) {
   check(x.dim() >= 1, Error::Kind::Shape, "[rms_norm] x must have at least one axis");
-  check(is_floating(x.dtype()), Error::Kind::DType, "[rms_norm] expected a floating dtype, got ", x.dtype());
-  check(weight.dim() == 1, Error::Kind::Shape, "[rms_norm] weight must have one axis, got shape ",
-        weight.shape());
-  check(weight.numel() == x.size(-1), Error::Kind::Shape, "[rms_norm] weight must have ", x.size(-1),
-        " elements (last dimension of x), got ", weight.numel());
-  check(weight.dtype() == x.dtype(), Error::Kind::DType, "[rms_norm] weight must be ", x.dtype(),
-        " as x, got ", weight.dtype());
-  check(weight.device() == x.device(), Error::Kind::Device, "[rms_norm] weight must be on ", x.device(),
-        " as x, got ", weight.device());
+  check_floating("rms_norm", x);
+  check_channels("rms_norm", "weight", weight, x);
   check(eps >= 0, Error::Kind::Value, "[rms_norm] eps must be at least 0, got ", eps);
 
   const Tensor flat = as_rows(x.value()).contiguous(), scale = weight.value().contiguous();

@@ -22,11 +22,7 @@ struct Slices {
 template <class T>
 void softmax_row(T* y, const T* x, int64_t n, bool logarithm) {
   using C = Compute<T>;
-  C largest = -std::numeric_limits<C>::infinity(), sum = 0;
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = 0; i < n; ++i) largest = C(x[i]) > largest ? C(x[i]) : largest;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += vmath::exp(C(x[i]) - largest);
+  const C largest = vmath::largest_of(x, n), sum = vmath::sum_of_exponentials(x, n, largest);
   if (logarithm) {
     const C log_sum = std::log(sum);
     for (int64_t i = 0; i < n; ++i) y[i] = static_cast<T>((C(x[i]) - largest) - log_sum);
@@ -55,11 +51,15 @@ void softmax_row_backward(T* dx, const T* y, const T* g, int64_t n, bool logarit
 // Columns of one [length, inner] matrix that are worked on together where the axis is not the last.
 constexpr int64_t strip = 64;
 
-// The same for `width` columns, at most `strip`, of a matrix with rows `stride` apart.
 template <class T>
-void softmax_strip(T* y, const T* x, int64_t length, int64_t stride, int64_t width, bool logarithm) {
+using Strip = std::array<Compute<T>, strip>;
+
+// `largest_of` and `sum_of_exponentials` of `width` columns, at most `strip`, of a matrix with rows `stride`
+// apart.
+template <class T>
+Strip<T> largest_of_strip(const T* x, int64_t length, int64_t stride, int64_t width) {
   using C = Compute<T>;
-  std::array<C, strip> largest, sum{};
+  Strip<T> largest;
   largest.fill(-std::numeric_limits<C>::infinity());
   const auto count = static_cast<size_t>(width);
   for (int64_t i = 0; i < length; ++i)
@@ -67,9 +67,28 @@ void softmax_strip(T* y, const T* x, int64_t length, int64_t stride, int64_t wid
       const C value = x[i * stride + static_cast<int64_t>(j)];
       largest[j] = value > largest[j] ? value : largest[j];
     }
+  return largest;
+}
+
+template <class T>
+Strip<T> exponentials_of_strip(const T* x, int64_t length, int64_t stride, int64_t width,
+                               const Strip<T>& shift) {
+  using C = Compute<T>;
+  Strip<T> sum{};
+  const auto count = static_cast<size_t>(width);
   for (int64_t i = 0; i < length; ++i)
     for (size_t j = 0; j < count; ++j)
-      sum[j] += vmath::exp(C(x[i * stride + static_cast<int64_t>(j)]) - largest[j]);
+      sum[j] += vmath::exp(C(x[i * stride + static_cast<int64_t>(j)]) - shift[j]);
+  return sum;
+}
+
+// The same as `softmax_row` for the columns of a strip.
+template <class T>
+void softmax_strip(T* y, const T* x, int64_t length, int64_t stride, int64_t width, bool logarithm) {
+  using C = Compute<T>;
+  const Strip<T> largest = largest_of_strip(x, length, stride, width);
+  Strip<T> sum = exponentials_of_strip(x, length, stride, width, largest);
+  const auto count = static_cast<size_t>(width);
   for (size_t j = 0; j < count; ++j) sum[j] = logarithm ? std::log(sum[j]) : 1 / sum[j];
   for (int64_t i = 0; i < length; ++i)
     for (size_t j = 0; j < count; ++j) {
@@ -157,30 +176,17 @@ void softmax_backward_cpu(Tensor& dx, const Tensor& y, const Tensor& g, int axis
 template <class T>
 T logsumexp_row(const T* x, int64_t n) {
   using C = Compute<T>;
-  C largest = -std::numeric_limits<C>::infinity(), sum = 0;
-#pragma omp simd reduction(max : largest)
-  for (int64_t i = 0; i < n; ++i) largest = C(x[i]) > largest ? C(x[i]) : largest;
-  const C shift = std::isinf(largest) ? C(0) : largest;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += vmath::exp(C(x[i]) - shift);
-  return static_cast<T>(shift + std::log(sum));
+  const C largest = vmath::largest_of(x, n), shift = std::isinf(largest) ? C(0) : largest;
+  return static_cast<T>(shift + std::log(vmath::sum_of_exponentials(x, n, shift)));
 }
 
 template <class T>
 void logsumexp_strip(T* y, const T* x, int64_t length, int64_t stride, int64_t width) {
   using C = Compute<T>;
-  std::array<C, strip> shift, sum{};
-  shift.fill(-std::numeric_limits<C>::infinity());
+  Strip<T> shift = largest_of_strip(x, length, stride, width);
   const auto count = static_cast<size_t>(width);
-  for (int64_t i = 0; i < length; ++i)
-    for (size_t j = 0; j < count; ++j) {
-      const C value = x[i * stride + static_cast<int64_t>(j)];
-      shift[j] = value > shift[j] ? value : shift[j];
-    }
   for (size_t j = 0; j < count; ++j) shift[j] = std::isinf(shift[j]) ? C(0) : shift[j];
-  for (int64_t i = 0; i < length; ++i)
-    for (size_t j = 0; j < count; ++j)
-      sum[j] += vmath::exp(C(x[i * stride + static_cast<int64_t>(j)]) - shift[j]);
+  const Strip<T> sum = exponentials_of_strip(x, length, stride, width, shift);
   for (size_t j = 0; j < count; ++j) y[j] = static_cast<T>(shift[j] + std::log(sum[j]));
 }
 
@@ -219,7 +225,7 @@ const Kernel<void(Tensor&, const Tensor&, const Tensor&, int, bool)> backward_ke
                                                                                      softmax_backward_cpu};
 
 Variable softmax_of(const char* op, const Variable& x, int axis, bool logarithm) {
-  check(is_floating(x.dtype()), Error::Kind::DType, "[", op, "] expected a floating dtype, got ", x.dtype());
+  check_floating(op, x);
   axis = checked_axis(op, axis, x.dim());
   Tensor y = Tensor::empty(x.shape(), x.dtype(), x.device());
   forward_kernel(x.device(), y, x.value().contiguous(), axis, logarithm);
@@ -246,15 +252,16 @@ Variable logsumexp(const Variable& x, int axis, bool keep) {
   logsumexp_forward_kernel(x.device(), y, x.value().contiguous(), axis);
   const Tensor result = keep ? y : y.squeeze(axis);
   // Saved: x and the result, from which the softmax is made again.
-  return record("logsumexp", {x}, result,
-                [axis, keep, saved_x = Saved(x.value()),
-                 saved_y = Saved(y)](const OutputGrads& grads) -> std::vector<Tensor> {
-                  const Tensor& from = saved_x.get();
-                  const Tensor dy = keep ? grads[0] : grads[0].unsqueeze(axis);
-                  return {mapped(logsumexp_backward_kernel, dy.expand(from.shape()), from,
-                                 saved_y.get().expand(from.shape()))};
-                },
-                Infinities::negative);
+  return record(
+      "logsumexp", {x}, result,
+      [axis, keep, saved_x = Saved(x.value()),
+       saved_y = Saved(y)](const OutputGrads& grads) -> std::vector<Tensor> {
+        const Tensor& from = saved_x.get();
+        const Tensor dy = keep ? grads[0] : grads[0].unsqueeze(axis);
+        return {mapped(logsumexp_backward_kernel, dy.expand(from.shape()), from,
+                       saved_y.get().expand(from.shape()))};
+      },
+      Infinities::negative);
 }
 
 }  // namespace torus
