@@ -71,7 +71,12 @@ int run(int argc, char** argv) {
   app.add_option("--png", png, "draw it into a PNG file");
   app.add_flag("--gradcheck", gradcheck,
                "compare the fused kernels with finite differences and the reference");
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help
+    torus::fail(torus::Error::Kind::Value, "mask: ", error.what());
+  }
 
   using namespace torus;
   std::vector<Mask> masks;

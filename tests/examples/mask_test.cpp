@@ -70,6 +70,9 @@ TEST(MaskProgram, SaysWhatIsWrongInOneLine) {
     EXPECT_EQ(result.status, 1) << flags;
     EXPECT_TRUE(has(result, line)) << result.text;
   }
+  const Outcome unknown = run("mask --bogus");
+  EXPECT_EQ(unknown.status, 1);
+  EXPECT_EQ(unknown.text, "mask: The following argument was not expected: --bogus\n");
 }
 
 TEST(NewMaskProgram, DrawsAndChecks) {
