@@ -57,6 +57,11 @@ __device__ inline void report(Fault* slot, int code, int64_t value, int64_t boun
   }
 }
 
+/// Between contiguous memory of the host and of a device, in stream order. From the host it returns at once
+/// (the data goes through pinned buffers); to the host it waits, and throws what kernels reported.
+void copy_from_host(void* to, const void* from, size_t bytes, Device where);
+void copy_to_host(void* to, const void* from, size_t bytes, Device where);
+
 // ------------------------------------------------------------------------------- numbers known only at replay
 
 /// True while a step is captured into a graph.
@@ -221,7 +226,7 @@ __device__ inline T apply(const F& f, const compute<T> (&x)[N], std::index_seque
 
 // All tensors contiguous; one whose bit of `constant` is set has a single element.
 template <class T, int N, class F>
-__global__ void map_packs(T* __restrict__ y, Pointers<T, N> x, unsigned constant, int64_t count, F f) {
+__global__ void map_packs(T* y, Pointers<T, N> x, unsigned constant, int64_t count, F f) {
   constexpr int width = Pack<T>::count;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x * width;
   compute<T> fixed[N];
@@ -275,7 +280,7 @@ void map_elements(const char* op, Tensor& y, const F& f, const Inputs&... x) {
   constexpr int n = sizeof...(Inputs);
   if (y.numel() == 0) return;
   const cudaStream_t stream = stream_of(y);
-  dispatch_floating(y.dtype(), op, [&](auto zero) {
+  gpu::dispatch_floating(y.dtype(), op, [&](auto zero) {
     using T = decltype(zero);
     T* const to = write<T>(y);
     const detail::Pointers<T, n> from{{read<T>(x)...}};

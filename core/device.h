@@ -16,6 +16,19 @@ struct Device {
 };
 
 inline constexpr Device cpu{};
+inline constexpr Device cuda{DeviceKind::cuda};
+
+/// CUDA devices that can be used: 0 without a driver, or in a build for the CPU alone.
+int cuda_device_count();
+inline bool cuda_available() { return cuda_device_count() > 0; }
+
+/// Waits for all work of a device, and throws what its kernels found wrong with their arguments.
+void synchronize(Device device);
+
+/// Whether matrix products of f32 on CUDA may round their operands to TF32 (10 bits): several times faster.
+/// At first they may not.
+void allow_tf32(bool on);
+bool tf32_allowed();
 
 const char* name(DeviceKind kind);
 std::ostream& operator<<(std::ostream& out, Device device);

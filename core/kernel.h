@@ -16,6 +16,8 @@ using AnyFunction = void (*)();
 void register_kernel(const char* name, DeviceKind kind, std::type_index signature, AnyFunction function);
 /// Throws "[name] has no cuda kernel in this build" where none was registered.
 AnyFunction find_kernel(const char* name, DeviceKind kind, std::type_index signature);
+/// The name of the last kernel of another device that this thread launched; null: none.
+const char* last_kernel();
 }  // namespace detail
 
 /// One kernel of an op, by the name "op.part". The op's .cpp makes it with the CPU function; a .cu file adds

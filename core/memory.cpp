@@ -1,10 +1,12 @@
 #include "torus/core/memory.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <map>
 #include <mutex>
 #include <ostream>
+#include <utility>
 #include <vector>
 
 #include "torus/core/error.h"
@@ -29,8 +31,11 @@ constexpr size_t cache_limit = size_t{2} << 30;
 
 // Freed blocks are kept by size, because the same sizes come back every training step and fresh pages cost
 // more than the arithmetic on them. Small blocks are left to malloc, which does this itself.
-class HostAllocator final : public Allocator {
+class HostDriver final : public DeviceDriver {
  public:
+  int count() const override { return 1; }
+  void synchronize(int) override {}
+
   void* allocate(size_t bytes, int) override {
     bytes = rounded(bytes);
     if (bytes >= cached_from) {
@@ -107,20 +112,23 @@ constexpr int max_devices = 16;
 
 // Never destroyed: tensors in static variables may outlive any static of ours.
 struct Registry {
-  std::array<std::unique_ptr<Allocator>, device_kinds> allocators;
+  std::array<std::unique_ptr<DeviceDriver>, device_kinds> drivers;
   Counters counters[device_kinds][max_devices];
-  Registry() { allocators[0] = std::make_unique<HostAllocator>(); }
+  Registry() { drivers[0] = std::make_unique<HostDriver>(); }
 };
 Registry& registry() {
   static auto* instance = new Registry;
   return *instance;
 }
 
-Allocator& allocator(Device device) {
-  auto& found = registry().allocators[static_cast<int>(device.kind)];
-  check(found != nullptr, Error::Kind::Device, "[memory] no ", name(device.kind), " in this build");
-  check(device.index >= 0 && device.index < max_devices, Error::Kind::Device,
-        "[memory] device index must be in [0, ", max_devices, "), got ", device.index);
+DeviceDriver& driver(Device device) {
+  auto& found = registry().drivers[static_cast<size_t>(device.kind)];
+  check(found != nullptr, Error::Kind::Device, "[device] no ", name(device.kind), " in this build");
+  const int count = found->count();
+  check(count > 0, Error::Kind::Device, "[device] no ", name(device.kind), " device on this machine");
+  check(device.index >= 0 && device.index < std::min(count, max_devices), Error::Kind::Device,
+        "[device] index of ", name(device.kind), " must be in [0, ", std::min(count, max_devices), "), got ",
+        device.index);
   return *found;
 }
 
@@ -128,12 +136,42 @@ Counters& counters(Device device) { return registry().counters[static_cast<int>(
 
 }  // namespace
 
-void set_allocator(DeviceKind kind, std::unique_ptr<Allocator> allocator) {
-  registry().allocators[static_cast<int>(kind)] = std::move(allocator);
+void set_driver(DeviceKind kind, std::unique_ptr<DeviceDriver> driver) {
+  registry().drivers[static_cast<size_t>(kind)] = std::move(driver);
 }
 
+std::unique_ptr<CapturedGraph> DeviceDriver::capture(int, size_t, const std::function<void()>&) {
+  return nullptr;
+}
+
+std::unique_ptr<CapturedGraph> capture(Device device, size_t bytes, const std::function<void()>& step) {
+  return driver(device).capture(device.index, bytes, step);
+}
+
+namespace {
+thread_local SynchronizationProbe* probe = nullptr;
+}
+SynchronizationProbe::SynchronizationProbe() : outer_(std::exchange(probe, this)) {}
+SynchronizationProbe::~SynchronizationProbe() { probe = outer_; }
+void SynchronizationProbe::note(const char* what) {
+  if (probe && probe->found_.empty()) probe->found_ = what;
+}
+
+int cuda_device_count() {
+  const auto& found = registry().drivers[static_cast<size_t>(DeviceKind::cuda)];
+  return found ? std::min(found->count(), max_devices) : 0;
+}
+
+void synchronize(Device device) { driver(device).synchronize(device.index); }
+
+namespace {
+std::atomic<bool> tf32{false};
+}
+void allow_tf32(bool on) { tf32 = on; }
+bool tf32_allowed() { return tf32; }
+
 MemoryStats memory_stats(Device device) {
-  const auto cached = allocator(device).cached_bytes(device.index);
+  const auto cached = driver(device).cached_bytes(device.index);
   const auto& c = counters(device);
   return {c.live, c.peak, c.blocks, static_cast<int64_t>(cached)};
 }
@@ -143,16 +181,16 @@ void reset_peak_memory(Device device) {
   c.peak = c.live.load();
 }
 
-void release_cached_memory(Device device) { allocator(device).release_cached(device.index); }
+void release_cached_memory(Device device) { driver(device).release_cached(device.index); }
 
 Storage::Storage(size_t bytes, Device device)
-    : data_(bytes ? allocator(device).allocate(bytes, device.index) : nullptr), bytes_(bytes), device_(device) {
+    : data_(bytes ? driver(device).allocate(bytes, device.index) : nullptr), bytes_(bytes), device_(device) {
   counters(device).add(static_cast<int64_t>(bytes));
   ++counters(device).blocks;
 }
 
 Storage::~Storage() {
-  if (data_) allocator(device_).free(data_, bytes_, device_.index);
+  if (data_) driver(device_).free(data_, bytes_, device_.index);
   counters(device_).live -= static_cast<int64_t>(bytes_);
   --counters(device_).blocks;
 }

@@ -4,7 +4,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <string>
 
 #include "torus/core/device.h"
 
@@ -24,17 +26,51 @@ void reset_peak_memory(Device device = cpu);
 /// Returns the blocks kept for reuse to the system.
 void release_cached_memory(Device device = cpu);
 
-/// How one kind of device allocates. A backend registers one at start-up with `set_allocator`.
-class Allocator {
+/// Device work that can be run again.
+class CapturedGraph {
  public:
-  virtual ~Allocator() = default;
+  virtual ~CapturedGraph() = default;
+  virtual void launch() = 0;
+};
+
+/// While alive, remembers the first thing on this thread that made the host wait for a device: what a step to
+/// be captured must not do.
+class SynchronizationProbe {
+ public:
+  SynchronizationProbe();
+  ~SynchronizationProbe();
+  SynchronizationProbe(const SynchronizationProbe&) = delete;
+  SynchronizationProbe& operator=(const SynchronizationProbe&) = delete;
+
+  /// Empty: nothing did.
+  const std::string& found() const { return found_; }
+  /// For drivers.
+  static void note(const char* what);
+
+ private:
+  std::string found_;
+  SynchronizationProbe* outer_;
+};
+
+/// What one kind of device offers. That of CUDA registers itself at start-up with `set_driver`.
+class DeviceDriver {
+ public:
+  virtual ~DeviceDriver() = default;
+  /// Devices of this kind that can be used.
+  virtual int count() const = 0;
+  virtual void synchronize(int index) = 0;
   /// At least `bytes` bytes (more than 0), aligned to 64. Throws Error{Memory}.
   virtual void* allocate(size_t bytes, int index) = 0;
   virtual void free(void* data, size_t bytes, int index) = 0;
   virtual size_t cached_bytes(int index) const = 0;
   virtual void release_cached(int index) = 0;
+  /// Captures the device work of `step` into a graph, which the step's replays then run; null where this kind
+  /// of device has none. Throws Error{Device} where the step cannot be captured; nothing of it has then run.
+  virtual std::unique_ptr<CapturedGraph> capture(int index, size_t bytes, const std::function<void()>& step);
 };
-void set_allocator(DeviceKind kind, std::unique_ptr<Allocator> allocator);
+/// As DeviceDriver::capture, of the driver of `device`. `bytes`: about what the step allocates at once.
+std::unique_ptr<CapturedGraph> capture(Device device, size_t bytes, const std::function<void()>& step);
+void set_driver(DeviceKind kind, std::unique_ptr<DeviceDriver> driver);
 
 /// A block of memory that tensors share, with a counter of the writes to it.
 class Storage {

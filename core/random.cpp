@@ -42,6 +42,20 @@ int64_t scaled(uint64_t bits, int64_t bound) {
 
 }  // namespace
 
+thread_local detail::CapturedDraws* detail::captured_draws = nullptr;
+
+uint64_t Generator::reserve(uint64_t count) {
+  if (auto* draws = detail::captured_draws) {
+    if (!draws->generator) *draws = {this, state_, 0};
+    check(draws->generator == this, Error::Kind::Value,
+          "[capture] a captured step may draw from one generator only");
+    draws->count += count;
+  }
+  const uint64_t first = state_.position;
+  state_.position += count;
+  return first;
+}
+
 uint64_t Generator::bits() {
   const auto words = words_at(state_.seed, reserve(1));
   return uint64_t{words[0]} << 32 | words[1];

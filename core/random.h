@@ -34,11 +34,7 @@ class Generator {
   explicit Generator(uint64_t seed = 0) : state_{seed, 0} {}
 
   /// Takes `count` positions and returns the first.
-  uint64_t reserve(uint64_t count) {
-    const uint64_t first = state_.position;
-    state_.position += count;
-    return first;
-  }
+  uint64_t reserve(uint64_t count);
   uint64_t seed() const { return state_.seed; }
   State state() const { return state_; }
   void set_state(State state) { state_ = state; }
@@ -53,6 +49,16 @@ class Generator {
  private:
   State state_;
 };
+
+namespace detail {
+/// The draws of a step that is being captured: its only generator, where that was, and how many it took.
+struct CapturedDraws {
+  Generator* generator = nullptr;
+  Generator::State before = {};
+  uint64_t count = 0;
+};
+extern thread_local CapturedDraws* captured_draws;  // null: no step is being captured on this thread
+}  // namespace detail
 
 /// The generator that is used where none is given. `manual_seed` restarts it.
 Generator& default_generator();
