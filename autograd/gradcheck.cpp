@@ -26,7 +26,8 @@ class Checker {
     for (size_t i = 0; i < inputs.size(); ++i) {
       check(inputs[i].dtype() == f64, Error::Kind::DType, "[gradcheck] input ", i, " must be f64, got ",
             inputs[i].dtype(), "; finite differences in less say nothing");
-      inputs_.push_back(inputs[i].clone());
+      inputs_.push_back(inputs[i].device() == cpu ? inputs[i].clone() : inputs[i].to(cpu));
+      device_ = inputs[i].device();
     }
   }
 
@@ -51,6 +52,13 @@ class Checker {
   }
 
  private:
+  // On the device of the check; inputs are kept on the host, where they are changed.
+  std::vector<Variable> there(const std::vector<Tensor>& inputs, bool requires_grad) const {
+    std::vector<Variable> result;
+    for (const Tensor& input : inputs) result.emplace_back(input.to(device_), requires_grad);
+    return result;
+  }
+
   Evaluation evaluate(const std::vector<Tensor>& inputs) {
     const NoGrad no_grad;
     manual_seed(options_.seed);
@@ -58,7 +66,7 @@ class Checker {
     branches = &result.branches;
     std::vector<Variable> outputs;
     try {
-      outputs = function_(std::vector<Variable>(inputs.begin(), inputs.end()));
+      outputs = function_(there(inputs, false));
     } catch (...) {
       branches = nullptr;
       throw;
@@ -67,7 +75,8 @@ class Checker {
     for (const Variable& output : outputs) {
       check(output.dtype() == f64, Error::Kind::DType, "[gradcheck] the function must stay in f64, got an output of ",
             output.dtype());
-      result.outputs.push_back(output.value().clone());  // a view of an input would change with it
+      // A view of an input would change with it.
+      result.outputs.push_back(device_ == cpu ? output.value().clone() : output.value().to(cpu));
     }
     return result;
   }
@@ -76,17 +85,16 @@ class Checker {
   std::vector<Tensor> analytic(const std::vector<Tensor>& seeds) {
     manual_seed(options_.seed);
     Tape tape;
-    std::vector<Variable> leaves;
-    for (const Tensor& input : inputs_) leaves.emplace_back(input, true);
+    const std::vector<Variable> leaves = there(inputs_, true);
     const auto outputs = function_(leaves);
-    std::vector<Tensor> used = seeds;
-    for (size_t i = 0; i < outputs.size(); ++i)
-      if (!outputs[i].requires_grad()) used[i] = Tensor();  // constant: its derivative is zero
+    std::vector<Tensor> used;
+    for (size_t i = 0; i < outputs.size(); ++i)  // the derivative of a constant is zero
+      used.push_back(outputs[i].requires_grad() ? seeds[i].to(device_) : Tensor());
     tape.backward(outputs, used);
     std::vector<Tensor> grads;
     for (size_t i = 0; i < leaves.size(); ++i) {
       const Tensor& grad = leaves[i].grad();
-      grads.push_back(grad.defined() ? grad.contiguous() : Tensor::zeros(inputs_[i].shape(), f64));
+      grads.push_back(grad.defined() ? grad.to(cpu).contiguous() : Tensor::zeros(inputs_[i].shape(), f64));
     }
     return grads;
   }
@@ -192,6 +200,7 @@ class Checker {
   const GradcheckFunction& function_;
   GradcheckOptions options_;
   std::vector<Tensor> inputs_;
+  Device device_;
   Evaluation base_;
   GradcheckReport report_;
   double worst_ = 0;
@@ -219,7 +228,7 @@ bool kinks_wanted() { return branches != nullptr; }
 void note_kink(const Tensor& side) {
   if (!branches) return;
   uint64_t hash = *branches ^ 0xcbf29ce484222325;  // FNV-1a over the signs
-  const Tensor flat = side.to(f64).contiguous();
+  const Tensor flat = side.to(cpu).to(f64).contiguous();
   for (int64_t i = 0; i < flat.numel(); ++i)
     hash = (hash ^ static_cast<uint64_t>(flat.data<double>()[i] > 0)) * 0x100000001b3;
   *branches = hash;

@@ -49,7 +49,7 @@ Variable GPT::embedded(const Tensor& indices, int64_t first) const {
   const int64_t last = first + indices.size(1);
   check(last <= config_.context, Error::Kind::Shape, "[gpt] expected at most ", config_.context,
         " tokens (the context), got ", last);
-  const Variable x = tokens(indices);
+  const Variable x = tokens(indices.to(tokens.weight.device()));
   return dropout_(config_.rotary ? x : x + slice(positions.weight, 0, first, last));
 }
 
@@ -72,7 +72,7 @@ Variable GPT::logits(const Variable& features) const { return linear(features, h
 Variable GPT::operator()(const Tensor& indices) const { return logits(features(indices)); }
 
 Variable GPT::loss(const Tensor& indices, const Tensor& targets) const {
-  return cross_entropy((*this)(indices), targets);
+  return cross_entropy((*this)(indices), targets.to(tokens.weight.device()));
 }
 
 }  // namespace torus

@@ -45,9 +45,13 @@ NeighborhoodAttention::NeighborhoodAttention(const NeighborhoodAttentionOptions&
   add("dropout", dropout_);
 }
 
-const NeighborhoodAttention::Place& NeighborhoodAttention::place(const std::vector<int64_t>& grid) const {
+const NeighborhoodAttention::Place& NeighborhoodAttention::place(const std::vector<int64_t>& grid,
+                                                                 Device device) const {
   const auto found = places_.find(grid);
-  if (found != places_.end()) return found->second;
+  if (found != places_.end()) {
+    if (options_.rotary) found->second.codes = found->second.codes.to(device);  // where the module now is
+    return found->second;
+  }
   Place made{neighborhood({.grid = grid,
                            .window = options_.window,
                            .dilation = options_.dilation,
@@ -55,7 +59,8 @@ const NeighborhoodAttention::Place& NeighborhoodAttention::place(const std::vect
              {}};
   if (options_.rotary)
     made.codes = rotary_grid_codes(Shape(std::span(grid)), options_.channels / options_.heads, wrapped_,
-                                   {.dtype = options_.dtype});
+                                   {.dtype = options_.dtype})
+                     .to(device);
   return places_.emplace(grid, std::move(made)).first->second;
 }
 
@@ -65,7 +70,7 @@ Variable NeighborhoodAttention::operator()(const Variable& x) const {
         "[neighborhood_attention] expected x [B, ", axes, " grid axes, ", options_.channels, "], got ",
         x.shape());
   const std::vector<int64_t> grid(x.shape().begin() + 1, x.shape().begin() + 1 + axes);
-  const Place& here = place(grid);
+  const Place& here = place(grid, x.device());
   const int64_t batch = x.size(0), tokens = x.shape().slice(1, axes + 1).numel();
   const auto parts = split(qkv(reshape(x, {batch, tokens, options_.channels})),
                            {options_.channels, options_.channels, options_.channels}, -1);

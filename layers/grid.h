@@ -38,7 +38,7 @@ class NeighborhoodAttention : public Module {
     Mask mask;
     Tensor codes;
   };
-  const Place& place(const std::vector<int64_t>& grid) const;
+  const Place& place(const std::vector<int64_t>& grid, Device device) const;
 
   NeighborhoodAttentionOptions options_;
   std::vector<bool> wrapped_;

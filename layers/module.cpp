@@ -54,6 +54,13 @@ void Module::zero_grad() {
   for (Parameter& parameter : parameters()) parameter.zero_grad();
 }
 
+void Module::to(Device device) {
+  for (Parameter& parameter : parameters()) {
+    parameter.mutable_value() = parameter.value().to(device);
+    parameter.zero_grad();
+  }
+}
+
 void Module::train(bool on) {
   training_ = on;
   for (const auto& [name, what] : members_)

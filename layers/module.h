@@ -33,6 +33,9 @@ class Module {
   int64_t parameter_count() const;
   /// Drops all gradients.
   void zero_grad();
+  /// Moves the parameters to a device and drops their gradients. Optimizers, averages and masters are made
+  /// after it, because their state lies where the parameters were.
+  void to(Device device);
 
   /// Sets whether this module and its children are being trained, at first true: only then does dropout drop.
   void train(bool on = true);

@@ -89,7 +89,7 @@ Variable MultiHeadAttention::heads(const Variable& x) const {
 Variable MultiHeadAttention::turned(const Variable& x, int64_t first) const {
   if (!rotary_) return x;
   const int64_t last = first + x.size(2);
-  if (!codes_.defined() || codes_.size(1) < last)
+  if (!codes_.defined() || codes_.size(1) < last || codes_.device() != x.device())
     codes_ = rotary_codes(std::max(last, codes_.defined() ? 2 * codes_.size(1) : 0), head_channels_,
                           {.dtype = x.dtype() == f64 ? f64 : f32})
                  .to(x.device());
