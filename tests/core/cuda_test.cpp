@@ -207,18 +207,16 @@ TEST_F(CudaMemory, CountsAndComesBack) {
 
 TEST_F(CudaMemory, TooMuchIsOneLineAndHarmless) {
   const int64_t petabyte = int64_t{1} << 50;
-  expect_error(Error::Kind::Memory, "[memory] cannot allocate 1125899906842624 bytes on cuda:0",
-               [&] { Tensor::empty({petabyte}, u8, cuda); });
+  EXPECT_ERROR(Tensor::empty({petabyte}, u8, cuda), Memory,
+               "[memory] cannot allocate 1125899906842624 bytes on cuda:0");
   EXPECT_EQ(Tensor::full({3}, 2, f32, cuda).to_vector<float>(), std::vector<float>({2, 2, 2}));
 }
 
 TEST(CudaErrors, AnAbsentDeviceIsOneLine) {
   const int count = cuda_device_count();
-  if (count > 0)
-    expect_error(Error::Kind::Device, "[device] index of cuda must be in [0, ",
-                 [&] { Tensor::zeros({1}, f32, Device{DeviceKind::cuda, count}); });
-  else
-    expect_error(Error::Kind::Device, "[device] no cuda", [] { Tensor::zeros({1}, f32, cuda); });
+  const Device absent{DeviceKind::cuda, count};
+  EXPECT_ERROR(Tensor::zeros({1}, f32, absent), Device,
+               count > 0 ? "[device] index of cuda must be in [0, " : "[device] no cuda");
 }
 
 }  // namespace

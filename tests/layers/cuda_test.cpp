@@ -1,0 +1,205 @@
+// Models on a CUDA device against the same models on the CPU. Skipped without a device.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "layers/compare.h"
+#include "torus/autograd/gradcheck.h"
+#include "torus/layers/captured_step.h"
+#include "torus/layers/checkpoint.h"
+#include "torus/layers/generate.h"
+#include "torus/layers/gpt.h"
+#include "torus/layers/grid.h"
+#include "torus/layers/optim.h"
+
+namespace torus {
+namespace {
+
+class CudaModel : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!cuda_available()) GTEST_SKIP() << "no CUDA device";
+    manual_seed(3);
+  }
+};
+
+GPTConfig config_of(int kind, DType dtype) {
+  GPTConfig config{.vocab_size = 37, .context = 50, .layers = 2, .heads = 4, .width = 64, .dtype = dtype};
+  if (kind == 1) {
+    config.kv_heads = 2, config.norm = NormKind::rms, config.swiglu = true, config.rotary = true;
+    config.bias = false, config.tied_head = false;
+  }
+  if (kind == 2) config.post_norm = true;
+  return config;
+}
+
+TEST_F(CudaModel, GptHasTheLossAndGradientsOfTheCpu) {
+  for (DType dtype : {f64, f32})
+    for (int kind = 0; kind < 3; ++kind) {
+      const double tolerance = dtype == f64 ? 1e-11 : 1e-4;
+      Generator generator(7);
+      GPT here(config_of(kind, dtype), generator);
+      generator = Generator(7);
+      GPT there(config_of(kind, dtype), generator);
+      there.to(cuda);
+      const Tensor tokens = randint({5, 50}, 0, 37), targets = randint({5, 50}, 0, 37);
+      Tape tape;
+      const Variable loss = here.loss(tokens, targets), device_loss = there.loss(tokens, targets);
+      EXPECT_NEAR(device_loss.item(), loss.item(), tolerance * loss.item());
+      tape.backward(loss);
+      tape.backward(device_loss);
+      EXPECT_LT(relative_error(flat_gradients(there), flat_gradients(here)), tolerance) << dtype << kind;
+    }
+}
+
+TEST_F(CudaModel, SixteenBitsStayNearF32) {
+  for (DType dtype : {bf16, f16}) {
+    Generator generator(7);
+    GPT exact(config_of(0, f32), generator), narrow(config_of(0, dtype), generator);
+    auto wide = exact.named_parameters(), thin = narrow.named_parameters();
+    for (size_t i = 0; i < wide.size(); ++i) {
+      thin[i].parameter.mutable_value().copy_(wide[i].parameter.value());
+      wide[i].parameter.mutable_value().copy_(thin[i].parameter.value());  // rounded alike
+    }
+    narrow.to(cuda);
+    const Tensor tokens = randint({5, 50}, 0, 37), targets = randint({5, 50}, 0, 37);
+    Tape tape;
+    const Variable loss = exact.loss(tokens, targets), device_loss = narrow.loss(tokens, targets);
+    EXPECT_NEAR(device_loss.item(), loss.item(), 0.02 * loss.item());
+    tape.backward(loss);
+    tape.backward(device_loss);
+    EXPECT_LT(relative_error(flat_gradients(narrow), flat_gradients(exact)), dtype == f16 ? 0.02 : 0.06) << dtype;
+  }
+}
+
+// The losses of steps taken by `how`, and the weights after them.
+struct Run {
+  std::vector<double> losses, weights;
+  bool captured = false;
+};
+
+Run train(Device device, bool capture, double dropout, int steps) {
+  manual_seed(11);
+  GPTConfig config = config_of(0, f32);
+  config.dropout = dropout;
+  Generator generator(7);
+  GPT model(config, generator);
+  model.to(device);
+  AdamW optimizer(model.named_parameters(), {.lr = 1e-2});
+  Tensor tokens = Tensor::zeros({4, 50}, i64, device), targets = Tensor::zeros({4, 50}, i64, device);
+  Tensor last = Tensor::zeros({}, f32, device);
+  const auto one = [&] {
+    Tape tape;
+    const Variable loss = model.loss(tokens, targets);
+    tape.backward(loss);
+    optimizer.step();
+    optimizer.zero_grad();
+    last.copy_(loss.value());
+  };
+  CapturedStep step(device, one);
+  Run run;
+  Generator batches(5);
+  for (int i = 0; i < steps; ++i) {
+    tokens.copy_(randint({4, 50}, 0, 37, batches));
+    targets.copy_(randint({4, 50}, 0, 37, batches));
+    optimizer.set_lr(1e-2 / (1 + i));
+    capture ? step() : one();
+    run.losses.push_back(last.item());
+  }
+  run.captured = step.captured();
+  if (capture) EXPECT_EQ(step.why_not().empty(), device.kind == DeviceKind::cuda) << step.why_not();
+  run.weights = flat_values(model);
+  return run;
+}
+
+TEST_F(CudaModel, ACapturedStepRepeatsTheOrdinaryOneBitForBit) {
+  for (double dropout : {0.0, 0.2}) {
+    const Run ordinary = train(cuda, false, dropout, 8), captured = train(cuda, true, dropout, 8);
+    EXPECT_TRUE(captured.captured);
+    EXPECT_EQ(captured.losses, ordinary.losses);
+    EXPECT_EQ(captured.weights, ordinary.weights);
+  }
+}
+
+TEST_F(CudaModel, TrainsAsOnTheCpu) {
+  const Run there = train(cuda, true, 0.2, 8), here = train(cpu, true, 0.2, 8);
+  for (size_t i = 0; i < here.losses.size(); ++i) EXPECT_NEAR(there.losses[i], here.losses[i], 1e-3);
+}
+
+TEST_F(CudaModel, AStepThatWaitsRunsUncapturedAndSaysWhy) {
+  Tensor x = Tensor::zeros({3}, f32, cuda);
+  double seen = -1;
+  CapturedStep step(cuda, [&] {
+    add_into(x, Tensor::full({3}, 1, f32, cuda));
+    seen = x.select(0, 0).item();
+  });
+  for (int i = 1; i <= 5; ++i) {
+    step();
+    EXPECT_EQ(seen, i);
+  }
+  EXPECT_FALSE(step.captured());
+  EXPECT_NE(step.why_not().find("a copy to the host"), std::string::npos) << step.why_not();
+}
+
+TEST_F(CudaModel, LeavesNoMemoryBehind) {
+  const int64_t before = memory_stats(cuda).live_bytes;
+  train(cuda, true, 0.1, 5);
+  EXPECT_EQ(memory_stats(cuda).live_bytes, before);
+}
+
+TEST_F(CudaModel, CheckpointsMoveBetweenDevices) {
+  Generator generator(7);
+  GPT model(config_of(0, f32), generator), back(config_of(0, f32), generator);
+  model.to(cuda);
+  AdamW optimizer(model.named_parameters()), other(back.named_parameters());
+  Tape tape;
+  tape.backward(model.loss(randint({2, 20}, 0, 37), randint({2, 20}, 0, 37)));
+  optimizer.step();
+  restore(make_checkpoint(model, optimizer), back, other);
+  EXPECT_EQ(flat_values(back), flat_values(model));
+  EXPECT_EQ(other.states()[0].first.to_vector<double>(), optimizer.states()[0].first.to_vector<double>());
+  EXPECT_EQ(other.states()[0].steps, 1);
+}
+
+TEST_F(CudaModel, GeneratesWhatTheCpuGenerates) {
+  Generator generator(7);
+  GPT here(config_of(1, f64), generator);
+  generator = Generator(7);
+  GPT there(config_of(1, f64), generator);
+  there.to(cuda);
+  const Tensor prompts = randint({3, 4}, 0, 37);
+  const GenerateOptions options{.count = 60, .temperature = 0};
+  EXPECT_EQ(generate(there, prompts, options).to_vector<int64_t>(),
+            generate(here, prompts, options).to_vector<int64_t>());
+}
+
+TEST_F(CudaModel, GridTransformerAgreesWithTheCpu) {
+  const GridTransformerBlockOptions options{
+      .attention = {.channels = 16, .heads = 2, .window = {3, 3}, .dtype = f64}};
+  Generator generator(7);
+  GridTransformerBlock here(options, generator);
+  generator = Generator(7);
+  GridTransformerBlock there(options, generator);
+  there.to(cuda);
+  const Tensor x = randn({2, 7, 6, 16}, 0, 1, f64), g = randn({2, 7, 6, 16}, 0, 1, f64);
+  Tape tape;
+  const Variable a(x, true), b(x.to(cuda), true);
+  const Variable y = here(a), z = there(b);
+  EXPECT_LT(relative_error(z.value(), y.value()), 1e-11);
+  tape.backward(y, {.seed = g});
+  tape.backward(z, {.seed = g.to(cuda)});
+  EXPECT_LT(relative_error(b.grad(), a.grad()), 1e-10);
+  EXPECT_LT(relative_error(flat_gradients(there), flat_gradients(here)), 1e-10);
+}
+
+TEST_F(CudaModel, GradcheckRunsOnTheDevice) {
+  const auto report = gradcheck(
+      [](const std::vector<Variable>& x) {
+        return std::vector<Variable>{layer_norm(gelu(matmul(x[0], x[1])), x[2])};
+      },
+      {randn({3, 4}, 0, 1, f64).to(cuda), randn({4, 5}, 0, 1, f64).to(cuda), randn({5}, 0, 1, f64).to(cuda)});
+  EXPECT_TRUE(report) << report;
+}
+
+}  // namespace
+}  // namespace torus
