@@ -1,0 +1,189 @@
+// The functions of unary.cpp, accurate to a few units in the last place: see there for the choices at kinks
+// and far out.
+#include <cmath>
+
+#include "torus/core/cuda.h"
+
+namespace torus {
+
+namespace {
+
+using Unary = void(Tensor&, const Tensor&);
+using Binary = void(Tensor&, const Tensor&, const Tensor&);
+
+struct Exp {
+  template <class C>
+  __device__ C operator()(C x) const {
+    return std::exp(x);
+  }
+};
+struct ExpBackward {
+  template <class C>
+  __device__ C operator()(C dy, C y) const {
+    return dy * y;
+  }
+};
+const CudaKernel<Unary> exp_kernel{"exp", gpu::map<Exp>};
+const CudaKernel<Binary> exp_backward{"exp.backward", gpu::map<ExpBackward>};
+
+struct Log {
+  template <class C>
+  __device__ C operator()(C x) const {
+    return std::log(x);
+  }
+};
+struct LogBackward {
+  template <class C>
+  __device__ C operator()(C dy, C x) const {
+    return dy / x;
+  }
+};
+const CudaKernel<Unary> log_kernel{"log", gpu::map<Log>};
+const CudaKernel<Binary> log_backward{"log.backward", gpu::map<LogBackward>};
+
+struct Sqrt {
+  template <class C>
+  __device__ C operator()(C x) const {
+    return std::sqrt(x);
+  }
+};
+struct SqrtBackward {
+  template <class C>
+  __device__ C operator()(C dy, C y) const {
+    return dy / (y + y);
+  }
+};
+const CudaKernel<Unary> sqrt_kernel{"sqrt", gpu::map<Sqrt>};
+const CudaKernel<Binary> sqrt_backward{"sqrt.backward", gpu::map<SqrtBackward>};
+
+struct Tanh {
+  template <class C>
+  __device__ C operator()(C x) const {
+    return std::tanh(x);
+  }
+};
+struct TanhBackward {
+  template <class C>
+  __device__ C operator()(C dy, C y) const {
+    return dy * (1 - y * y);
+  }
+};
+const CudaKernel<Unary> tanh_kernel{"tanh", gpu::map<Tanh>};
+const CudaKernel<Binary> tanh_backward{"tanh.backward", gpu::map<TanhBackward>};
+
+struct Abs {
+  template <class C>
+  __device__ C operator()(C x) const {
+    return std::abs(x);
+  }
+};
+struct AbsBackward {
+  template <class C>
+  __device__ C operator()(C dy, C x) const {
+    return x == 0 ? C(0) : (x < 0 ? -dy : dy);
+  }
+};
+const CudaKernel<Unary> abs_kernel{"abs", gpu::map<Abs>};
+const CudaKernel<Binary> abs_backward{"abs.backward", gpu::map<AbsBackward>};
+
+template <class C>
+__device__ C sigmoid(C x) {
+  return 1 / (1 + std::exp(-x));
+}
+// The sigmoid and its derivative, which is not value * (1 - value): that loses its digits near 1.
+template <class C>
+struct ValueAndSlope {
+  C value, slope;
+};
+template <class C>
+__device__ ValueAndSlope<C> sigmoid_and_slope(C x) {
+  const C e = std::exp(-std::abs(x)), r = 1 / (1 + e);
+  return {x < 0 ? e * r : r, e * r * r};
+}
+
+struct Sigmoid {
+  template <class C>
+  __device__ C operator()(C x) const {
+    return sigmoid(x);
+  }
+};
+struct SigmoidBackward {
+  template <class C>
+  __device__ C operator()(C dy, C x) const {
+    return dy * sigmoid_and_slope(x).slope;
+  }
+};
+const CudaKernel<Unary> sigmoid_kernel{"sigmoid", gpu::map<Sigmoid>};
+const CudaKernel<Binary> sigmoid_backward{"sigmoid.backward", gpu::map<SigmoidBackward>};
+
+struct Relu {
+  template <class C>
+  __device__ C operator()(C x) const {
+    return x < 0 ? C(0) : x;
+  }
+};
+struct ReluBackward {
+  template <class C>
+  __device__ C operator()(C dy, C y) const {
+    return y <= 0 ? C(0) : dy;
+  }
+};
+const CudaKernel<Unary> relu_kernel{"relu", gpu::map<Relu>};
+const CudaKernel<Binary> relu_backward{"relu.backward", gpu::map<ReluBackward>};
+
+struct GeluExact {
+  template <class C>
+  __device__ C operator()(C x) const {
+    return x * normcdf(x);
+  }
+};
+struct GeluExactBackward {
+  template <class C>
+  __device__ C operator()(C dy, C x) const {
+    const C density = C(0.39894228040143267794) * std::exp(C(-0.5) * (x * x));
+    return dy * (normcdf(x) + x * density);
+  }
+};
+const CudaKernel<Unary> gelu_exact{"gelu.exact", gpu::map<GeluExact>};
+const CudaKernel<Binary> gelu_exact_backward{"gelu.exact_backward", gpu::map<GeluExactBackward>};
+
+template <class C>
+__device__ C gelu_argument(C x) {
+  return C(1.5957691216057307) * (x + C(0.044715) * (x * x * x));
+}
+struct GeluTanh {
+  template <class C>
+  __device__ C operator()(C x) const {
+    return x * sigmoid(gelu_argument(x));
+  }
+};
+struct GeluTanhBackward {
+  template <class C>
+  __device__ C operator()(C dy, C x) const {
+    const C near = x < -64 ? C(-64) : (x > 64 ? C(64) : x);
+    const auto [value, slope] = sigmoid_and_slope(gelu_argument(near));
+    return dy * (value + near * slope * (C(1.5957691216057307) * (1 + C(3 * 0.044715) * (near * near))));
+  }
+};
+const CudaKernel<Unary> gelu_tanh{"gelu.tanh", gpu::map<GeluTanh>};
+const CudaKernel<Binary> gelu_tanh_backward{"gelu.tanh_backward", gpu::map<GeluTanhBackward>};
+
+struct Silu {
+  template <class C>
+  __device__ C operator()(C x) const {
+    return x * sigmoid(x);
+  }
+};
+struct SiluBackward {
+  template <class C>
+  __device__ C operator()(C dy, C x) const {
+    const auto [value, slope] = sigmoid_and_slope(x);
+    return dy * (value + x * slope);
+  }
+};
+const CudaKernel<Unary> silu_kernel{"silu", gpu::map<Silu>};
+const CudaKernel<Binary> silu_backward{"silu.backward", gpu::map<SiluBackward>};
+
+}  // namespace
+
+}  // namespace torus
