@@ -104,6 +104,12 @@ inline constexpr bool is_16_bit = std::is_same_v<T, __half> || std::is_same_v<T,
 template <class T>
 using compute = std::conditional_t<is_16_bit<T>, float, T>;
 
+/// An unsigned integer of T's size. Kernels that only move elements know them by these: four types for all.
+template <class T>
+using bits = std::conditional_t<
+    sizeof(T) == 8, uint64_t,
+    std::conditional_t<sizeof(T) == 4, uint32_t, std::conditional_t<sizeof(T) == 2, uint16_t, uint8_t>>>;
+
 /// To the compute type and back, rounding to nearest even.
 template <class T>
 __host__ __device__ inline compute<T> widen(T value) {
