@@ -301,7 +301,7 @@ void launch_norm_forward(const char* op, Tensor& y, Tensor& statistics, const Te
   const int64_t rows = x.size(0), n = x.size(1);
   if (x.numel() == 0) return;
   const cudaStream_t stream = stream_of(x);
-  dispatch_floating(x.dtype(), op, [&](auto zero) {
+  gpu::dispatch_floating(x.dtype(), op, [&](auto zero) {
     using T = decltype(zero);
     using C = compute<T>;
     T* const to = write<T>(y);
@@ -335,7 +335,7 @@ void launch_norm_backward(const char* op, Tensor& dx, Tensor& dw, Tensor& db, co
     return;
   }
   const cudaStream_t stream = stream_of(x);
-  dispatch_floating(x.dtype(), op, [&](auto zero) {
+  gpu::dispatch_floating(x.dtype(), op, [&](auto zero) {
     using T = decltype(zero);
     using C = compute<T>;
     constexpr int most = norm_threads / 32, sums = centred ? 2 : 1;
