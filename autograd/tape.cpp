@@ -353,7 +353,7 @@ void Tape::backward(const std::vector<Variable>& outputs, const std::vector<Tens
     std::vector<Tensor> results;
     {
       const Exchanged running(backward_op, node.op);
-      results = node.backward(OutputGrads(grads, wanted));
+      results = node.backward(OutputGrads(grads, wanted, keep_graph));
     }
     check(results.size() == node.inputs.size(), Error::Kind::Value, "[", node.op, "] backward returned ",
           results.size(), " gradients for ", node.inputs.size(), " inputs");

@@ -37,15 +37,18 @@ class Saved {
 /// What a node's backward receives: the gradient of each output and which inputs want one.
 class OutputGrads {
  public:
-  OutputGrads(std::span<const Tensor> grads, const std::vector<bool>& wanted)
-      : grads_(grads), wanted_(wanted) {}
+  OutputGrads(std::span<const Tensor> grads, const std::vector<bool>& wanted, bool keeps_graph)
+      : grads_(grads), wanted_(wanted), keeps_graph_(keeps_graph) {}
   /// The gradient of an output, in any strides; undefined where the loss does not depend on that output.
   const Tensor& operator[](size_t output) const { return grads_[output]; }
   bool wants(size_t input) const { return wanted_[input]; }
+  /// Whether backward may run again, so that what was saved must stay as it is.
+  bool keeps_graph() const { return keeps_graph_; }
 
  private:
   std::span<const Tensor> grads_;
   const std::vector<bool>& wanted_;
+  bool keeps_graph_;
 };
 
 /// Returns one gradient an input, undefined where none is wanted or it is zero. A gradient may have any shape

@@ -59,7 +59,7 @@ void cross_entropy_forward_cpu(Tensor& loss, Tensor& statistics, const Tensor& l
 }
 
 // dlogits = (softmax(logits) - (1 - smoothing) * one_hot(target) - smoothing / V) * grad / count, 0 in
-// ignored rows.
+// ignored rows. dlogits may be logits.
 void cross_entropy_backward_cpu(Tensor& dlogits, const Tensor& grad, const Tensor& logits,
                                 const Tensor& targets, const Tensor& statistics, int64_t ignore_index,
                                 double smoothing) {
@@ -83,9 +83,10 @@ void cross_entropy_backward_cpu(Tensor& dlogits, const Tensor& grad, const Tenso
         }
         const T* from = x + row * n;
         const C largest = statistics_data[2 * row], inverse = 1 / statistics_data[2 * row + 1];
+        const C hit = vmath::exp(C(from[target[row]]) - largest) * inverse;
+#pragma GCC ivdep
         for (int64_t i = 0; i < n; ++i)
           to[i] = static_cast<T>((vmath::exp(C(from[i]) - largest) * inverse - spread) * weight);
-        const C hit = vmath::exp(C(from[target[row]]) - largest) * inverse;
         to[target[row]] = static_cast<T>((hit - spread - rest) * weight);
       }
     });
@@ -123,7 +124,9 @@ Variable cross_entropy(const Variable& logits, const Tensor& targets, int64_t ig
                  saved_targets = Saved(wanted),
                  saved_statistics = Saved(statistics)](const OutputGrads& grads) -> std::vector<Tensor> {
                   const Tensor& x = saved_logits.get();
-                  Tensor dx = Tensor::empty(shape, x.dtype(), x.device());
+                  // Logits that nobody else will read become their gradient: no second [N, V] tensor.
+                  const bool reuse = !grads.keeps_graph() && x.storage().use_count() == 1;
+                  Tensor dx = reuse ? x.reshape(shape) : Tensor::empty(shape, x.dtype(), x.device());
                   backward_kernel(x.device(), dx, grads[0], x, saved_targets.get(), saved_statistics.get(),
                                   ignore_index, smoothing);
                   return {dx};

@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(norm_threads)
 #pragma unroll
           for (int j = 0; j < width; ++j) f(widen(in[k].at[j]));
     };
-    const auto row_statistics_of =
-        row_statistics<centred, C>(each, [&](C value) { return row_sum<warps>(value, space); }, n, eps);
+    const auto row_statistics_of = row_statistics<centred, C>(
+        each, [&](C value) { return row_sum<warps>(value, space); }, n, eps);
     Pack<T>* const to = reinterpret_cast<Pack<T>*>(y + row * n);
 #pragma unroll
     for (int k = 0; k < held; ++k) {
@@ -140,8 +140,8 @@ __global__ void __launch_bounds__(norm_threads)
     const auto each = [&](auto&& f) {
       for (int64_t i = threadIdx.x; i < n; i += norm_threads) f(widen(from[i]));
     };
-    const auto row_statistics_of =
-        row_statistics<centred, C>(each, [&](C value) { return block_sum(value, space); }, n, eps);
+    const auto row_statistics_of = row_statistics<centred, C>(
+        each, [&](C value) { return block_sum(value, space); }, n, eps);
     for (int64_t i = threadIdx.x; i < n; i += norm_threads) {
       const C scaled = row_statistics_of.normalised(widen(from[i])) * widen(weight[i]);
       y[row * n + i] = narrow<T>(bias ? scaled + widen(bias[i]) : scaled);
@@ -151,7 +151,8 @@ __global__ void __launch_bounds__(norm_threads)
 }
 
 // With h the normalised row: dx = rstd * (g * w - mean(g * w) - h * mean(g * w * h)), the first mean only if
-// centred. parts [blocks, 1 or 2, n] gets the sums over the rows of each block of g * h and, if centred, of g.
+// centred. parts [blocks, 1 or 2, n] gets the sums over the rows of each block of g * h and, if centred, of
+// g.
 template <class T, bool centred, int warps>
 __global__ void __launch_bounds__(norm_threads)
     norm_backward(T* __restrict__ dx, compute<T>* __restrict__ parts, const T* __restrict__ g,
@@ -266,7 +267,8 @@ __global__ void __launch_bounds__(norm_threads)
   }
 }
 
-// dw[i], and for blockIdx.y == 1 db[i], = the sum over blocks of parts [blocks, gridDim.y, n], in a fixed order.
+// dw[i], and for blockIdx.y == 1 db[i], = the sum over blocks of parts [blocks, gridDim.y, n], in a fixed
+// order.
 template <class T>
 __global__ void norm_sum_parts(T* dw, T* db, const compute<T>* parts, int64_t blocks, int64_t n) {
   using C = compute<T>;
