@@ -10,7 +10,7 @@ namespace torus {
 
 /// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four 32-bit words from a
 /// 128-bit counter and a 64-bit key.
-inline std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, uint64_t key) {
+constexpr std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, uint64_t key) {
   auto low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
   for (int round = 0; round < 10; ++round) {
     const uint64_t a = uint64_t{0xD2511F53} * counter[0], b = uint64_t{0xCD9E8D57} * counter[2];

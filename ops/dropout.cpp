@@ -1,3 +1,5 @@
+#include "torus/ops/dropout.h"
+
 #include <algorithm>
 #include <cmath>
 
@@ -10,15 +12,7 @@ namespace torus {
 
 namespace {
 
-constexpr int64_t lanes = 64, block = 4 * lanes;
-
-// Which elements stay: a function of the position in the generator, so that backward can draw the same again.
-struct Draws {
-  uint64_t seed;
-  uint64_t start;  // element b * block + k * lanes + i takes word k of the draw at start + b * lanes + i
-  uint32_t limit;  // an element stays where its word is above this
-  double scale;    // of what stays
-};
+constexpr int64_t lanes = dropout_lanes, block = dropout_block;
 
 uint32_t upper_product(uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); }
 
@@ -48,7 +42,7 @@ void draw_block(uint32_t* words, uint64_t start, uint64_t key) {
 }
 
 // y = x * scale where the element stays, else 0 whatever x is.
-void dropout_cpu(Tensor& y, const Tensor& x, Draws draws) {
+void dropout_cpu(Tensor& y, const Tensor& x, DropoutDraws draws) {
   const Tensor in_order = x.contiguous();
   dispatch_floating(y.dtype(), "dropout", [&](auto zero) {
     using T = decltype(zero);
@@ -71,7 +65,7 @@ void dropout_cpu(Tensor& y, const Tensor& x, Draws draws) {
   });
 }
 
-const Kernel<void(Tensor&, const Tensor&, Draws)> dropout_kernel{"dropout", dropout_cpu};
+const Kernel<void(Tensor&, const Tensor&, DropoutDraws)> dropout_kernel{"dropout", dropout_cpu};
 
 }  // namespace
 
@@ -81,7 +75,7 @@ Variable dropout(const Variable& x, double p, Generator& generator) {
   if (p == 0) return x;
   const uint64_t start = generator.reserve(static_cast<uint64_t>((x.numel() + block - 1) / block * lanes));
   const auto limit = static_cast<uint32_t>(std::max(std::ldexp(p, 32), 1.0) - 1);
-  const Draws draws{generator.seed(), start, limit, p < 1 ? 1 / (1 - p) : 0};
+  const DropoutDraws draws{generator.seed(), start, limit, p < 1 ? 1 / (1 - p) : 0};
   // Nothing is saved: backward draws again.
   return record("dropout", {x}, mapped(dropout_kernel, x.value(), draws),
                 [draws](const OutputGrads& grads) -> std::vector<Tensor> {
