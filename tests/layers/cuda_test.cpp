@@ -73,12 +73,12 @@ TEST_F(CudaModel, SixteenBitsStayNearF32) {
 }
 
 // The losses of steps taken by `how`, and the weights after them.
-struct Run {
+struct Trained {
   std::vector<double> losses, weights;
   bool captured = false;
 };
 
-Run train(Device device, bool capture, double dropout, int steps) {
+Trained train(Device device, bool capture, double dropout, int steps) {
   manual_seed(11);
   GPTConfig config = config_of(0, f32);
   config.dropout = dropout;
@@ -97,7 +97,7 @@ Run train(Device device, bool capture, double dropout, int steps) {
     last.copy_(loss.value());
   };
   CapturedStep step(device, one);
-  Run run;
+  Trained run;
   Generator batches(5);
   for (int i = 0; i < steps; ++i) {
     tokens.copy_(randint({4, 50}, 0, 37, batches));
@@ -107,14 +107,16 @@ Run train(Device device, bool capture, double dropout, int steps) {
     run.losses.push_back(last.item());
   }
   run.captured = step.captured();
-  if (capture) EXPECT_EQ(step.why_not().empty(), device.kind == DeviceKind::cuda) << step.why_not();
+  if (capture) {
+    EXPECT_EQ(step.why_not().empty(), device.kind == DeviceKind::cuda) << step.why_not();
+  }
   run.weights = flat_values(model);
   return run;
 }
 
 TEST_F(CudaModel, ACapturedStepRepeatsTheOrdinaryOneBitForBit) {
   for (double dropout : {0.0, 0.2}) {
-    const Run ordinary = train(cuda, false, dropout, 8), captured = train(cuda, true, dropout, 8);
+    const Trained ordinary = train(cuda, false, dropout, 8), captured = train(cuda, true, dropout, 8);
     EXPECT_TRUE(captured.captured);
     EXPECT_EQ(captured.losses, ordinary.losses);
     EXPECT_EQ(captured.weights, ordinary.weights);
@@ -122,7 +124,7 @@ TEST_F(CudaModel, ACapturedStepRepeatsTheOrdinaryOneBitForBit) {
 }
 
 TEST_F(CudaModel, TrainsAsOnTheCpu) {
-  const Run there = train(cuda, true, 0.2, 8), here = train(cpu, true, 0.2, 8);
+  const Trained there = train(cuda, true, 0.2, 8), here = train(cpu, true, 0.2, 8);
   for (size_t i = 0; i < here.losses.size(); ++i) EXPECT_NEAR(there.losses[i], here.losses[i], 1e-3);
 }
 
