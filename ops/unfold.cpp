@@ -50,35 +50,49 @@ struct Patches {
   }
 
   // The transpose.
-  Tensor folded(const Tensor& tokens) const {
-    const int64_t batch = tokens.size(0), channels = tokens.size(2) / patch.numel();
-    Shape shape{batch, channels};
-    for (int64_t size : grid) shape.push_back(size);
-    const DType wide = !overlap || tokens.dtype() == f64 ? tokens.dtype() : f32;
-    Tensor x = Tensor::empty(shape, wide, tokens.device());
-    if (overlap || !cover) x.fill_(0);
-    Tensor into = windows(x);
-    const Tensor from = tokens.to(wide).reshape(into.shape());
-    if (!overlap) {
-      into.copy_(from);
-      return x;
-    }
-    // The same place in every patch: these do not overlap.
-    const int first = 2 + grid.dim();
-    for (int64_t place = 0; place < patch.numel(); ++place) {
-      Tensor part = into, with = from;
-      int64_t rest = place;
-      for (int axis = grid.dim() - 1; axis >= 0; --axis) {
-        const int64_t at = rest % patch[axis];
-        rest /= patch[axis];
-        part = part.select(first + axis, at);
-        with = with.select(first + axis, at);
-      }
-      add_into(part, with);
-    }
-    return x.to(tokens.dtype());
-  }
+  Tensor folded(const Tensor& tokens) const;
 };
+
+// x [B, C, grid...] = the sums of the elements of overlapping patches, in at least f32.
+void add_patches_cpu(Tensor& x, const Tensor& tokens, const Shape& patch, const Shape& stride) {
+  const Patches patches("fold", x.shape().slice(2, x.dim()), {patch.begin(), patch.end()},
+                        {stride.begin(), stride.end()});
+  const DType wide = x.dtype() == f64 ? f64 : f32;
+  Tensor sums = x.dtype() == wide ? x : Tensor::empty(x.shape(), wide);
+  sums.fill_(0);
+  const Tensor into = patches.windows(sums), from = tokens.to(wide).reshape(into.shape());
+  // The same place in every patch: these do not overlap.
+  const int axes = patch.dim(), first = 2 + axes;
+  for (int64_t place = 0; place < patch.numel(); ++place) {
+    Tensor part = into, with = from;
+    int64_t rest = place;
+    for (int axis = axes - 1; axis >= 0; --axis) {
+      const int64_t at = rest % patch[axis];
+      rest /= patch[axis];
+      part = part.select(first + axis, at);
+      with = with.select(first + axis, at);
+    }
+    add_into(part, with);
+  }
+  if (x.dtype() != wide) x.copy_(sums);
+}
+
+const Kernel<void(Tensor&, const Tensor&, const Shape&, const Shape&)> add_patches_kernel{"fold",
+                                                                                          add_patches_cpu};
+
+Tensor Patches::folded(const Tensor& tokens) const {
+  Shape shape{tokens.size(0), tokens.size(2) / patch.numel()};
+  for (int64_t size : grid) shape.push_back(size);
+  Tensor x = Tensor::empty(shape, tokens.dtype(), tokens.device());
+  if (overlap) {
+    add_patches_kernel(x.device(), x, tokens, patch, stride);
+    return x;
+  }
+  if (!cover) x.fill_(0);
+  Tensor into = windows(x);
+  into.copy_(tokens.reshape(into.shape()));
+  return x;
+}
 
 }  // namespace
 
