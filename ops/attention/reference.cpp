@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "torus/core/kernel.h"
 #include "torus/ops/attention/backend.h"
 #include "torus/ops/attention/map.h"
 #include "torus/ops/ops.h"
@@ -13,6 +14,8 @@ namespace torus::detail {
 namespace {
 
 constexpr double infinity = std::numeric_limits<double>::infinity();
+
+// What follows is made on the host, pair by pair, and moved to where q is.
 
 // True where the pair is not allowed: [B, H, Nq, Nk], with 1 for B or H where the mask does not depend on
 // them.
@@ -28,7 +31,7 @@ Tensor forbidden_pairs(const AttentionProblem& problem) {
       for (int64_t q = 0; q < problem.queries(); ++q)
         for (int64_t k = 0; k < problem.keys(); ++k) *data++ = !rule.allows(shape, q, k);
     }
-  return result;
+  return result.to(problem.q.device());
 }
 
 // The place of each pair in a table of relative biases, without its head: [Nq, Nk].
@@ -53,7 +56,7 @@ Tensor table_places(const AttentionBias& bias, int64_t tokens) {
       }
       *data++ = place;
     }
-  return result;
+  return result.to(bias.value().device());
 }
 
 // One term as an ordinary tensor that broadcasts to [B, H, Nq, Nk].
@@ -66,7 +69,8 @@ Variable dense_bias(const AttentionBias& bias, const AttentionProblem& problem) 
     double* data = distance.mutable_data<double>();
     for (int64_t q = 0; q < queries; ++q)
       for (int64_t k = 0; k < keys; ++k) *data++ = static_cast<double>(-std::abs((k - keys) - (q - queries)));
-    return cast(reshape(cast(value, f64), {heads, 1, 1}) * Variable(distance), problem.q.dtype());
+    return cast(reshape(cast(value, f64), {heads, 1, 1}) * Variable(distance.to(value.device())),
+                problem.q.dtype());
   }
   const Variable rows = transpose(reshape(value, {heads, value.numel() / heads}), 0, 1);
   return permute(embedding(rows, table_places(bias, queries)), {2, 0, 1});
@@ -87,7 +91,7 @@ Tensor dropout_factors(const AttentionProblem& problem) {
                       ? dropout.keep_scale()
                       : 0;
     }
-  return result;
+  return result.to(problem.q.device());
 }
 
 // Repeats each key head for its group of query heads: [B, Hk, N, D] to [B, H, N, D].
@@ -97,14 +101,20 @@ Variable repeat_heads(const Variable& x, int64_t group) {
   return reshape(expand(reshape(x, {b, h, 1, n, d}), {b, h, group, n, d}), {b, h * group, n, d});
 }
 
-}  // namespace
-
-Tensor equals(const Tensor& x, double value) {
-  Tensor result = Tensor::empty(x.shape(), boolean, x.device());
+void equals_cpu(Tensor& result, const Tensor& x, double value) {
   const Tensor wide = x.to(f64).contiguous();
   const double* from = wide.data<double>();
   bool* to = result.mutable_data<bool>();
   for (int64_t i = 0; i < x.numel(); ++i) to[i] = from[i] == value;
+}
+
+const Kernel<void(Tensor&, const Tensor&, double)> equals_kernel{"equals", equals_cpu};
+
+}  // namespace
+
+Tensor equals(const Tensor& x, double value) {
+  Tensor result = Tensor::empty(x.shape(), boolean, x.device());
+  equals_kernel(x.device(), result, x, value);
   return result;
 }
 
@@ -114,8 +124,8 @@ AttentionOutput reference_attention(const Variable& q, const Variable& k, const 
                 keys = problem.keys();
   const DType dtype = q.dtype(), lse_dtype = dtype == f64 ? f64 : f32;
   if (queries == 0 || keys == 0 || batch == 0 || heads == 0) {  // no row has a key: constants
-    return {Variable(Tensor::zeros({batch, heads, queries, problem.value_width()}, dtype)),
-            Variable(Tensor::full({batch, heads, queries}, -infinity, lse_dtype))};
+    return {Variable(Tensor::zeros({batch, heads, queries, problem.value_width()}, dtype, q.device())),
+            Variable(Tensor::full({batch, heads, queries}, -infinity, lse_dtype, q.device()))};
   }
   const int64_t group = heads / problem.kv_heads();
   const Variable k_heads = repeat_heads(k, group), v_heads = repeat_heads(v, group);

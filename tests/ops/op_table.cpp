@@ -349,7 +349,9 @@ std::vector<Row> op_table() {
   add_row({"where",
            [](auto& x) {
              const Shape shape = broadcast_shapes("where", x[0].shape(), x[1].shape());
-             return Variables{where(mask_of(shape), x[0], x[1]), where(mask_for(x[1]), x[0], x[1])};
+             const Device device = x[0].device();
+             return Variables{where(mask_of(shape).to(device), x[0], x[1]),
+                              where(mask_for(x[1]).to(device), x[0], x[1])};
            },
            [](const Arrays& in) {
              Arrays result;
@@ -377,7 +379,8 @@ std::vector<Row> op_table() {
            one_large, -6, 6});
   add_row({"silu", [](auto& x) { return Variables{silu(x[0])}; },
            unary([](double x) { return x / (1 + std::exp(-x)); }), one, one_large, -6, 6});
-  add_row({"masked_fill", [](auto& x) { return Variables{masked_fill(x[0], mask_for(x[0]), 7)}; },
+  add_row({"masked_fill",
+           [](auto& x) { return Variables{masked_fill(x[0], mask_for(x[0]).to(x[0].device()), 7)}; },
            [](const Arrays& in) {
              Array y = in[0];
              const int64_t width = y.shape.dim() ? y.shape.back() : 1;
@@ -484,18 +487,23 @@ std::vector<Row> op_table() {
   // Indices.
   add_row({"embedding",
            [](auto& x) {
-             return Variables{embedding(x[0], indices_for(embedding_indices(x[0].shape()), x[0].size(0)))};
+             const Tensor indices = indices_for(embedding_indices(x[0].shape()), x[0].size(0));
+             return Variables{embedding(x[0], indices.to(x[0].device()))};
            },
            embedding_reference,
            Cases{{{5, 3}}, {{1, 1}}, {{4, 0}}},
            {{300, 90}}});
   add_row({"cross_entropy",
-           [](auto& x) { return Variables{cross_entropy(x[0], targets_for(x[0].shape()), ignored)}; },
+           [](auto& x) {
+             return Variables{cross_entropy(x[0], targets_for(x[0].shape()).to(x[0].device()), ignored)};
+           },
            [](const Arrays& in) { return cross_entropy_with(in, 1, 0); },
            Cases{{{5, 7}}, {{2, 3, 4}}, {{6}}, {{1, 1}}, {{0, 4}}},
            {{12, 110, 37}}});
   add_row({"cross_entropy_smoothed",
-           [](auto& x) { return Variables{cross_entropy(x[0], targets_for(x[0].shape()), ignored, 0.2)}; },
+           [](auto& x) {
+             return Variables{cross_entropy(x[0], targets_for(x[0].shape()).to(x[0].device()), ignored, 0.2)};
+           },
            [](const Arrays& in) { return cross_entropy_with(in, 0.8, 0.2); },
            Cases{{{5, 7}}, {{2, 3, 4}}, {{6}}, {{1, 1}}, {{0, 4}}},
            {{12, 110, 37}}});

@@ -125,21 +125,23 @@ std::vector<Row> rows_of_places() {
   const Cases picked{{{3, 4}}, {{2, 5, 3}}, {{1, 1}}, {{0, 3}}, {{3, 0}}};
   for (const auto& [suffix, axis, single] : std::vector<std::tuple<std::string, int, int>>{
            {"first", 0, -1}, {"second", 1, -1}, {"shared", 1, 0}}) {
-    add_row(
-        {"gather_" + suffix,
-         [=](auto& x) { return Variables{gather(x[0], axis, places_for(x[0].shape(), axis, 6, single))}; },
-         [=](const Arrays& in) {
-           return gather_reference(in[0], axis, places_for(in[0].shape, axis, 6, single));
-         },
-         picked,
-         {{60, 70, 11}}});
+    add_row({"gather_" + suffix,
+             [=](auto& x) {
+               const Tensor places = places_for(x[0].shape(), axis, 6, single);
+               return Variables{gather(x[0], axis, places.to(x[0].device()))};
+             },
+             [=](const Arrays& in) {
+               return gather_reference(in[0], axis, places_for(in[0].shape, axis, 6, single));
+             },
+             picked,
+             {{60, 70, 11}}});
     // The source has two elements more along the axis than x.
     add_row({"scatter_add_" + suffix,
              [=](auto& x) {
                const int64_t bound = x[0].size(axis);
                Shape shape = x[1].shape();
                if (single >= 0) shape[single] = 1;
-               return Variables{scatter_add(x[0], axis, indices_for(shape, bound), x[1])};
+               return Variables{scatter_add(x[0], axis, indices_for(shape, bound).to(x[0].device()), x[1])};
              },
              [=](const Arrays& in) {
                Array y = in[0];
@@ -159,16 +161,17 @@ std::vector<Row> rows_of_places() {
     const auto places = [=](const Shape& shape) {
       return indices_for({shape[axis] > 0 ? 6 : 0}, shape[axis]);
     };
-    add_row({"index_select_" + suffix,
-             [=](auto& x) { return Variables{index_select(x[0], axis, places(x[0].shape()))}; },
-             [=](const Arrays& in) {
-               const int at = axis < 0 ? in[0].shape.dim() - 1 : 0;
-               Shape shape = in[0].shape, of_places;
-               for (int i = 0; i < shape.dim(); ++i) of_places.push_back(i == at ? places(shape).numel() : 1);
-               return gather_reference(in[0], at, places(shape).reshape(of_places));
-             },
-             picked,
-             {{60, 70, 11}}});
+    add_row(
+        {"index_select_" + suffix,
+         [=](auto& x) { return Variables{index_select(x[0], axis, places(x[0].shape()).to(x[0].device()))}; },
+         [=](const Arrays& in) {
+           const int at = axis < 0 ? in[0].shape.dim() - 1 : 0;
+           Shape shape = in[0].shape, of_places;
+           for (int i = 0; i < shape.dim(); ++i) of_places.push_back(i == at ? places(shape).numel() : 1);
+           return gather_reference(in[0], at, places(shape).reshape(of_places));
+         },
+         picked,
+         {{60, 70, 11}}});
   }
 
   // Around and beyond the edges.
@@ -304,7 +307,8 @@ std::vector<Row> rows_of_places() {
   add_row({"rotary",
            [](auto& x) {
              const RotaryOptions options{.offset = 5, .dtype = f64};
-             return Variables{rotary(x[0], rotary_codes(x[0].size(-2), x[0].size(-1), options))};
+             const Tensor codes = rotary_codes(x[0].size(-2), x[0].size(-1), options);
+             return Variables{rotary(x[0], codes.to(x[0].device()))};
            },
            [](const Arrays& in) { return rotary_reference(in[0], 5); },
            Cases{{{2, 2, 3, 6}}, {{4, 8}}, {{1, 2}}, {{2, 0, 4}}, {{0, 3, 2}}},

@@ -89,7 +89,7 @@ Tensor reversed_axes(const Tensor& x) {
 Tensor with_gaps(const Tensor& x) {
   Shape shape = x.shape();
   for (int axis = 0; axis < x.dim(); ++axis) shape[axis] = 2 * shape[axis] + 1;
-  Tensor view = Tensor::full(shape, std::numeric_limits<double>::quiet_NaN(), x.dtype());
+  Tensor view = Tensor::full(shape, std::numeric_limits<double>::quiet_NaN(), x.dtype(), x.device());
   for (int axis = 0; axis < x.dim(); ++axis) view = view.slice(axis, 1, shape[axis], 2);
   return view.copy_(x);
 }
@@ -111,6 +111,7 @@ Tensors mapped(const Tensors& tensors, Tensor (*f)(const Tensor&)) {
   return result;
 }
 Tensor cloned(const Tensor& x) { return x.clone(); }
+Tensor on_cuda(const Tensor& x) { return x.to(cuda); }
 
 std::string describe(const std::vector<Shape>& shapes) {
   std::ostringstream text;
@@ -261,6 +262,72 @@ TEST_P(OpTable, OnlyWantedGradients) {
     for (size_t i = 0; i < inputs.size(); ++i) EXPECT_EQ(leaves[i].grad().defined(), i == wanted);
     EXPECT_EQ(distance(leaves[wanted].grad(), all.grads[wanted]), 0);
   }
+}
+
+// The same computation on both devices: each case in f64 and f32, the first and the largest in 16 bits too.
+TEST_P(OpTable, CudaAgreesWithTheCpu) {
+  if (!cuda_available()) GTEST_SKIP() << "no CUDA device";
+  const Row& row = GetParam();
+  auto cases = row.cases;
+  cases.push_back(row.large);
+  for (const auto& shapes : cases)
+    for (DType dtype : {f64, f32, f16, bf16}) {
+      if (size_of(dtype) == 2 && shapes != row.cases[0] && shapes != row.large) continue;
+      SCOPED_TRACE(describe(shapes) + name(dtype));
+      const Tensors inputs = random_inputs(row, shapes, dtype);
+      Tensors seeds;
+      const Outcome expected =
+          run(row, inputs, [&](const Tensors& outputs) { return seeds = random_seeds(outputs); });
+      const Outcome got =
+          run(row, mapped(inputs, on_cuda), [&](const Tensors&) { return mapped(seeds, on_cuda); });
+      ASSERT_EQ(got.outputs.size(), expected.outputs.size());
+      for (size_t i = 0; i < got.outputs.size(); ++i) {
+        EXPECT_EQ(got.outputs[i].device(), cuda);
+        ASSERT_EQ(got.outputs[i].shape(), expected.outputs[i].shape());
+        EXPECT_EQ(got.outputs[i].dtype(), expected.outputs[i].dtype());
+        EXPECT_LE(distance(got.outputs[i], expected.outputs[i]), 2 * tolerance(dtype)) << "output " << i;
+      }
+      for (size_t i = 0; i < got.grads.size(); ++i) {
+        EXPECT_EQ(got.grads[i].device(), cuda);
+        ASSERT_EQ(got.grads[i].shape(), shapes[i]);
+        EXPECT_EQ(got.grads[i].dtype(), dtype);
+        EXPECT_LE(distance(got.grads[i], expected.grads[i]), 2 * tolerance(dtype)) << "gradient " << i;
+      }
+    }
+}
+
+TEST_P(OpTable, CudaTakesAnyStrides) {
+  if (!cuda_available()) GTEST_SKIP() << "no CUDA device";
+  const Row& row = GetParam();
+  auto cases = row.cases;
+  cases.push_back(row.large);
+  for (const auto& shapes : cases)
+    for (const auto layout : layouts) {
+      SCOPED_TRACE(describe(shapes));
+      const Tensors strided = mapped(mapped(random_inputs(row, shapes, f64), on_cuda), layout);
+      const auto seeds = [&](const Tensors& outputs) {
+        return mapped(mapped(random_seeds(outputs), on_cuda), layout);
+      };
+      const Outcome expected = run(row, mapped(strided, cloned),
+                                   [&](const Tensors& outputs) { return mapped(seeds(outputs), cloned); });
+      const Outcome got = run(row, strided, seeds);
+      for (size_t i = 0; i < got.outputs.size(); ++i)
+        EXPECT_LE(distance(got.outputs[i], expected.outputs[i]), tolerance(f64)) << "output " << i;
+      for (size_t i = 0; i < got.grads.size(); ++i)
+        EXPECT_LE(distance(got.grads[i], expected.grads[i]), tolerance(f64)) << "gradient " << i;
+    }
+}
+
+TEST_P(OpTable, CudaBitsAreTheSameEachTime) {
+  if (!cuda_available()) GTEST_SKIP() << "no CUDA device";
+  const Row& row = GetParam();
+  const Tensors inputs = mapped(random_inputs(row, row.large, f32), on_cuda);
+  const auto seeds = [](const Tensors& outputs) { return mapped(random_seeds(outputs), on_cuda); };
+  const Outcome first = run(row, inputs, seeds), second = run(row, inputs, seeds);
+  for (size_t i = 0; i < first.outputs.size(); ++i)
+    EXPECT_EQ(first.outputs[i].to_vector<float>(), second.outputs[i].to_vector<float>());
+  for (size_t i = 0; i < first.grads.size(); ++i)
+    EXPECT_EQ(first.grads[i].to_vector<float>(), second.grads[i].to_vector<float>());
 }
 
 INSTANTIATE_TEST_SUITE_P(Ops, OpTable, ::testing::ValuesIn(op_table()),
