@@ -1,5 +1,7 @@
 #include "torus/layers/checkpoint.h"
 
+#include <utility>
+
 #include "torus/core/hdf5.h"
 
 namespace torus {
@@ -107,10 +109,12 @@ Checkpoint make_checkpoint(const GPT& model, const Optimizer& optimizer) {
   result.generator = default_generator().state();
   for (const auto& [name, parameter] : model.named_parameters()) result.weights[name] = parameter.value();
   result.optimizer_name = optimizer.name();
-  for (size_t i = 0; i < optimizer.states().size(); ++i) {
+  const auto& states = optimizer.states();
+  for (size_t i = 0; i < states.size(); ++i) {
     const auto& [name, parameter] = optimizer.parameters()[i];
-    result.weights[name] = parameter.value();
-    result.optimizer[name] = optimizer.states()[i];
+    Optimizer::State& state = result.optimizer[name] = states[i];
+    // The master is the weight; one is enough.
+    result.weights[name] = state.master.defined() ? std::exchange(state.master, Tensor()) : parameter.value();
   }
   return result;
 }
@@ -175,7 +179,7 @@ Checkpoint load_checkpoint(const std::string& path) {
       return file.contains(group + "/" + name) ? file.read(group + "/" + name) : Tensor();
     };
     result.optimizer[entry.name] = {moment("first"), moment("second"),
-                                    file.attribute<int64_t>(group, "steps")};
+                                    file.attribute<int64_t>(group, "steps"), Tensor()};
   }
   return result;
 }
@@ -190,24 +194,24 @@ void restore(const Checkpoint& checkpoint, GPT& model, Optimizer& optimizer) {
   check(checkpoint.optimizer_name == optimizer.name(), Error::Kind::Value,
         "[checkpoint] expected the state of ", optimizer.name(), ", got that of ", checkpoint.optimizer_name);
   check_names("the optimizer's state", checkpoint.optimizer, optimizer.parameters());
-  for (size_t i = 0; i < optimizer.states().size(); ++i) {
+  const auto& states = optimizer.states();
+  for (size_t i = 0; i < states.size(); ++i) {
     const auto& [name, parameter] = optimizer.parameters()[i];
-    const Optimizer::State &state = checkpoint.optimizer.at(name), &own = optimizer.states()[i];
+    const Optimizer::State &state = checkpoint.optimizer.at(name), &own = states[i];
     check_moment("the first moment of " + name, state.first, own.first, parameter);
     check_moment("the second moment of " + name, state.second, own.second, parameter);
     check(state.steps >= 0, Error::Kind::Value, "[checkpoint] expected steps of at least 0 for ", name,
           ", got ", state.steps);
   }
   restore(checkpoint, model);
-  for (size_t i = 0; i < optimizer.states().size(); ++i) {
-    auto [name, parameter] = optimizer.parameters()[i];
-    parameter.mutable_value().copy_(checkpoint.weights.at(name));
-    const Optimizer::State& from = checkpoint.optimizer.at(name);
-    Optimizer::State& to = optimizer.states()[i];
-    if (to.first.defined()) to.first.copy_(from.first);
-    if (to.second.defined()) to.second.copy_(from.second);
-    to.steps = from.steps;
+  std::vector<Optimizer::State> restored;
+  for (auto [name, parameter] : optimizer.parameters()) {
+    const Tensor& weight = checkpoint.weights.at(name);
+    parameter.mutable_value().copy_(weight);
+    restored.push_back(checkpoint.optimizer.at(name));
+    restored.back().master = weight;
   }
+  optimizer.set_states(restored);
   default_generator().set_state(checkpoint.generator);
 }
 

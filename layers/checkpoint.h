@@ -26,7 +26,7 @@ struct Checkpoint {
 };
 
 /// A checkpoint of this model and optimizer, and of the default generator; the other members are the
-/// caller's. Weights are those that the optimizer steps: masters, if the model has them.
+/// caller's. Weights are those that the optimizer steps: masters, where there are any.
 Checkpoint make_checkpoint(const GPT& model, const Optimizer& optimizer);
 
 /// Replaces the file at `path` as a whole: if anything fails, as on a full disk, what was there stays and the

@@ -6,125 +6,117 @@
 
 #include "torus/core/kernel.h"
 #include "torus/core/strided.h"
+#include "torus/layers/optim_kernels.h"
 #include "torus/ops/ops.h"
 
 namespace torus {
 
+using namespace optim;
+
 namespace {
 
-struct AdamWFactors {
-  double keep;                   // of the parameter: 1 - lr * weight_decay
-  double beta1, beta2;           // of the moments
-  double rate, root_scale, eps;  // p -= rate * m / (root_scale * sqrt(v) + eps)
-};
+// What the gradients are multiplied by: with `grad_scale`, and so that their norm is at most `max_norm`.
+// Reads the norm. NaN where it is not finite.
+double gradient_factor(const StepNumbers& numbers) {
+  if (!numbers.grad_norm.defined()) return numbers.grad_scale;
+  const double norm = numbers.grad_norm.item();
+  if (!std::isfinite(norm)) return std::numeric_limits<double>::quiet_NaN();
+  return norm * numbers.grad_scale > numbers.max_norm ? numbers.max_norm / norm : numbers.grad_scale;
+}
 
-void adamw_cpu(Tensor& parameter, Tensor& first, Tensor& second, const Tensor& grad,
-               const AdamWFactors& factors) {
+// Calls update(p, moments..., g) for each element, on the CPU, and rounds a master into its parameter.
+template <int moments, class Update>
+void update_item(StepItem& item, double factor, const Update& update) {
   const auto run = [&](auto zero) {
     using T = decltype(zero);
-    T* p_data = parameter.mutable_data<T>();
-    T* m_data = first.mutable_data<T>();
-    T* v_data = second.mutable_data<T>();
-    const T* g_data = grad.data<T>();
-    const T keep = T(factors.keep), beta1 = T(factors.beta1), beta2 = T(factors.beta2),
-            rate = T(factors.rate), new1 = T(1 - factors.beta1), new2 = T(1 - factors.beta2),
-            root_scale = T(factors.root_scale), eps = T(factors.eps);
-    for_each_run<4>(parameter.shape(),
-                    {parameter.strides(), first.strides(), second.strides(), grad.strides()},
+    const Tensor grad = item.grad.to(item.value.dtype());
+    // What stands for a moment that is not there is not touched.
+    Tensor &first = moments > 0 ? item.first : item.value, &second = moments > 1 ? item.second : item.value;
+    T* const p_data = item.value.mutable_data<T>();
+    T* const m_data = first.mutable_data<T>();
+    T* const v_data = second.mutable_data<T>();
+    const T* const g_data = grad.data<T>();
+    const T by = T(factor);
+    for_each_run<4>(item.value.shape(),
+                    {item.value.strides(), first.strides(), second.strides(), grad.strides()},
                     elementwise_grain, [&](auto offset, auto step, int64_t count) {
                       T* p = p_data + offset[0];
                       T* m = m_data + offset[1];
                       T* v = v_data + offset[2];
                       const T* g = g_data + offset[3];
-                      const auto update = [=](T& p_i, T& m_i, T& v_i, T g_i) {
-                        m_i = beta1 * m_i + new1 * g_i;
-                        v_i = beta2 * v_i + new2 * g_i * g_i;
-                        p_i = keep * p_i - rate * m_i / (root_scale * std::sqrt(v_i) + eps);
-                      };
-                      if (step == decltype(step){1, 1, 1, 1}) {
+                      const auto walk = [=](auto p_step, auto m_step, auto v_step, auto g_step) {
 #pragma GCC ivdep
-                        for (int64_t i = 0; i < count; ++i) update(p[i], m[i], v[i], g[i]);
-                      } else {
-                        for (int64_t i = 0; i < count; ++i)
-                          update(p[i * step[0]], m[i * step[1]], v[i * step[2]], g[i * step[3]]);
-                      }
+                        for (int64_t i = 0; i < count; ++i) {
+                          if constexpr (moments == 2)
+                            update(p[i * p_step], m[i * m_step], v[i * v_step], by * g[i * g_step]);
+                          else if constexpr (moments == 1)
+                            update(p[i * p_step], m[i * m_step], by * g[i * g_step]);
+                          else
+                            update(p[i * p_step], by * g[i * g_step]);
+                        }
+                      };
+                      const std::integral_constant<int64_t, 1> one;
+                      if (step == decltype(step){1, 1, 1, 1})
+                        walk(one, one, one, one);
+                      else
+                        walk(step[0], step[1], step[2], step[3]);
                     });
   };
-  parameter.dtype() == f64 ? run(double{}) : run(float{});
+  item.value.dtype() == f64 ? run(double{}) : run(float{});
+  if (item.narrow.defined()) item.narrow.copy_(item.value);
 }
 
-// Calls update(p, m, g) for each element of tensors of one shape.
-template <class F>
-void update_elements(Tensor& parameter, Tensor& moment, const Tensor& grad, F update) {
-  const auto run = [&](auto zero) {
-    using T = decltype(zero);
-    T* p_data = parameter.mutable_data<T>();
-    T* m_data = moment.mutable_data<T>();
-    const T* g_data = grad.data<T>();
-    for_each_run<3>(parameter.shape(), {parameter.strides(), moment.strides(), grad.strides()},
-                    elementwise_grain, [&](auto offset, auto step, int64_t count) {
-                      T* p = p_data + offset[0];
-                      T* m = m_data + offset[1];
-                      const T* g = g_data + offset[2];
-                      for (int64_t i = 0; i < count; ++i)
-                        update(p[i * step[0]], m[i * step[1]], g[i * step[2]]);
-                    });
-  };
-  parameter.dtype() == f64 ? run(double{}) : run(float{});
+void adamw_cpu(std::span<StepItem> items, const StepNumbers& numbers, AdamWRule rule) {
+  const double factor = gradient_factor(numbers);
+  for (StepItem& item : items) {
+    const auto t = static_cast<double>(item.steps);
+    const double lr = numbers.lr() * item.lr_scale, keep = 1 - lr * item.decay,
+                 rate = lr / (1 - std::pow(rule.beta1, t)),
+                 root_scale = 1 / std::sqrt(1 - std::pow(rule.beta2, t));
+    update_item<2>(item, factor, [=]<class T>(T& p, T& m, T& v, T g) {
+      m = T(rule.beta1) * m + T(1 - rule.beta1) * g;
+      v = T(rule.beta2) * v + T(1 - rule.beta2) * g * g;
+      p = T(keep) * p - T(rate) * m / (T(root_scale) * std::sqrt(v) + T(rule.eps));
+    });
+  }
 }
 
-void sgd_cpu(Tensor& parameter, const Tensor& grad, double lr, double decay) {
-  const auto run = [&](auto zero) {
-    using T = decltype(zero);
-    T* p_data = parameter.mutable_data<T>();
-    const T* g_data = grad.data<T>();
-    for_each_run<2>(parameter.shape(), {parameter.strides(), grad.strides()}, elementwise_grain,
-                    [&](auto offset, auto step, int64_t count) {
-                      T* p = p_data + offset[0];
-                      const T* g = g_data + offset[1];
-                      for (int64_t i = 0; i < count; ++i) {
-                        T& p_i = p[i * step[0]];
-                        p_i -= T(lr) * (g[i * step[1]] + T(decay) * p_i);
-                      }
-                    });
-  };
-  parameter.dtype() == f64 ? run(double{}) : run(float{});
+void sgd_cpu(std::span<StepItem> items, const StepNumbers& numbers, SGDRule rule) {
+  const double factor = gradient_factor(numbers);
+  for (StepItem& item : items) {
+    const double lr = numbers.lr() * item.lr_scale, decay = item.decay;
+    if (rule.momentum == 0)
+      update_item<0>(item, factor, [=]<class T>(T& p, T g) { p -= T(lr) * (g + T(decay) * p); });
+    else
+      update_item<1>(item, factor, [=]<class T>(T& p, T& m, T g) {
+        g += T(decay) * p;
+        m = T(rule.momentum) * m + g;
+        p -= T(lr) * (rule.nesterov ? g + T(rule.momentum) * m : m);
+      });
+  }
 }
 
-struct MomentumFactors {
-  double lr, decay, momentum;
-  bool nesterov;
-};
-
-void sgd_momentum_cpu(Tensor& parameter, Tensor& moment, const Tensor& grad, const MomentumFactors& factors) {
-  update_elements(parameter, moment, grad, [&]<class T>(T& p, T& m, T g) {
-    g += T(factors.decay) * p;
-    m = T(factors.momentum) * m + g;
-    p -= T(factors.lr) * (factors.nesterov ? g + T(factors.momentum) * m : m);
-  });
-}
-
-struct LionFactors {
-  double lr, keep, beta1, beta2;  // keep: of the parameter, 1 - lr * weight_decay
-};
-
-void lion_cpu(Tensor& parameter, Tensor& moment, const Tensor& grad, const LionFactors& factors) {
-  update_elements(parameter, moment, grad, [&]<class T>(T& p, T& m, T g) {
-    const T direction = T(factors.beta1) * m + T(1 - factors.beta1) * g;
-    // A NaN stays one.
-    const T sign = direction > 0 ? T(1) : direction < 0 ? T(-1) : direction;
-    p = T(factors.keep) * p - T(factors.lr) * sign;
-    m = T(factors.beta2) * m + T(1 - factors.beta2) * g;
-  });
+void lion_cpu(std::span<StepItem> items, const StepNumbers& numbers, LionRule rule) {
+  const double factor = gradient_factor(numbers);
+  for (StepItem& item : items) {
+    const double lr = numbers.lr() * item.lr_scale, keep = 1 - lr * item.decay;
+    update_item<1>(item, factor, [=]<class T>(T& p, T& m, T g) {
+      const T direction = T(rule.beta1) * m + T(1 - rule.beta1) * g;
+      // A NaN stays one.
+      const T sign = direction > 0 ? T(1) : direction < 0 ? T(-1) : direction;
+      p = T(keep) * p - T(lr) * sign;
+      m = T(rule.beta2) * m + T(1 - rule.beta2) * g;
+    });
+  }
 }
 
 // Blocks of a fixed length, then their sums in order.
-void add_squares_cpu(double& sum, const Tensor& tensor) {
+void add_squares(double& sum, const Tensor& tensor) {
   constexpr int64_t block = 4096;
   const Tensor flat = tensor.contiguous();
   const int64_t count = flat.numel(), blocks = (count + block - 1) / block;
   std::vector<double> partial(static_cast<size_t>(blocks));
-  dispatch_floating(flat.dtype(), "clip_grad_norm", [&](auto zero) {
+  dispatch_floating(flat.dtype(), "grad_norm", [&](auto zero) {
     using T = decltype(zero);
     const T* data = flat.data<T>();
     parallel_for(0, blocks, 4, [&](int64_t first, int64_t last) {
@@ -149,7 +141,13 @@ void add_squares_cpu(double& sum, const Tensor& tensor) {
   for (double value : partial) sum += value;
 }
 
-void scale_cpu(Tensor& tensor, double factor) {
+void grad_norm_cpu(Tensor& norm, std::span<const Tensor> grads) {
+  double squares = 0;
+  for (const Tensor& grad : grads) add_squares(squares, grad);
+  norm.fill_(std::sqrt(squares));
+}
+
+void scale(Tensor& tensor, double factor) {
   dispatch_floating(tensor.dtype(), "clip_grad_norm", [&](auto zero) {
     using T = decltype(zero);
     using C = Compute<T>;
@@ -164,40 +162,31 @@ void scale_cpu(Tensor& tensor, double factor) {
   });
 }
 
-const Kernel<void(Tensor&, Tensor&, Tensor&, const Tensor&, const AdamWFactors&)> adamw_kernel{"adamw.step",
-                                                                                               adamw_cpu};
-const Kernel<void(Tensor&, const Tensor&, double, double)> sgd_kernel{"sgd.step", sgd_cpu};
-const Kernel<void(Tensor&, Tensor&, const Tensor&, const MomentumFactors&)> sgd_momentum_kernel{
-    "sgd.momentum_step", sgd_momentum_cpu};
-const Kernel<void(Tensor&, Tensor&, const Tensor&, const LionFactors&)> lion_kernel{"lion.step", lion_cpu};
-const Kernel<void(double&, const Tensor&)> add_squares_kernel{"clip_grad_norm.squares", add_squares_cpu};
-const Kernel<void(Tensor&, double)> scale_kernel{"clip_grad_norm.scale", scale_cpu};
-
-struct AdamFactors {
-  double beta1, beta2, eps;
-};
-
-void adamw_update(Tensor& value, Optimizer::State& state, const Tensor& grad, double lr, double decay,
-                  const AdamFactors& adam) {
-  const auto t = static_cast<double>(state.steps);
-  const AdamWFactors factors{.keep = 1 - lr * decay,
-                             .beta1 = adam.beta1,
-                             .beta2 = adam.beta2,
-                             .rate = lr / (1 - std::pow(adam.beta1, t)),
-                             .root_scale = 1 / std::sqrt(1 - std::pow(adam.beta2, t)),
-                             .eps = adam.eps};
-  adamw_kernel(value.device(), value, state.first, state.second, grad, factors);
+void clip_cpu(std::span<Tensor> grads, const Tensor& norm, double max_norm) {
+  const double size = norm.item();
+  if (!std::isfinite(size) || size <= max_norm) return;
+  for (Tensor& grad : grads) scale(grad, max_norm / size);
 }
+
+const Kernel<StepFunction<AdamWRule>> adamw_kernel{"adamw.step", adamw_cpu};
+const Kernel<StepFunction<SGDRule>> sgd_kernel{"sgd.step", sgd_cpu};
+const Kernel<StepFunction<LionRule>> lion_kernel{"lion.step", lion_cpu};
+const Kernel<NormFunction> norm_kernel{"grad_norm", grad_norm_cpu};
+const Kernel<ClipFunction> clip_kernel{"clip_grad_norm", clip_cpu};
+
+Device device_of(std::span<StepItem> items) { return items.front().value.device(); }
 
 }  // namespace
 
 Optimizer::Optimizer(std::string name, std::vector<NamedParameter> parameters, const Settings& settings,
                      const std::function<int(const NamedParameter&)>& moments)
     : name_(std::move(name)), parameters_(std::move(parameters)), lr_(settings.lr) {
+  if (!parameters_.empty()) device_ = parameters_.front().parameter.device();
+  rounded_.resize(parameters_.size());
   for (const NamedParameter& entry : parameters_) {
     const Parameter& parameter = entry.parameter;
-    check(parameter.dtype() == f32 || parameter.dtype() == f64, Error::Kind::DType, "[", name_,
-          "] expected f32 or f64, got ", parameter.dtype(), " for ", entry.name);
+    check(parameter.device() == device_, Error::Kind::Device, "[", name_, "] expected all parameters on ",
+          device_, ", got ", entry.name, " on ", parameter.device());
     Scales scales{1, settings.decays(entry) ? settings.weight_decay : 0};
     for (const ParameterGroup& group : settings.groups)
       if (group.contains(entry)) {
@@ -205,25 +194,100 @@ Optimizer::Optimizer(std::string name, std::vector<NamedParameter> parameters, c
         break;
       }
     scales_.push_back(scales);
+    const DType dtype = parameter.dtype() == f64 ? f64 : f32;
     const auto zeros = [&](int moment) {
-      return moment < moments(entry) ? Tensor::zeros(parameter.shape(), parameter.dtype(), parameter.device())
-                                     : Tensor();
+      return moment < moments(entry) ? Tensor::zeros(parameter.shape(), dtype, device_) : Tensor();
     };
-    states_.push_back({zeros(0), zeros(1), 0});
+    State& state = states_.emplace_back(zeros(0), zeros(1));
+    if (parameter.dtype() == dtype) continue;
+    state.master = parameter.value().to(dtype).contiguous();
+    note_rounded(states_.size() - 1);
   }
+  if (device_.kind == DeviceKind::cuda)
+    steps_ = Tensor::zeros({static_cast<int64_t>(parameters_.size())}, f64, device_);
 }
 
-void Optimizer::step() {
+void Optimizer::note_rounded(size_t parameter) {
+  const Tensor& value = parameters_[parameter].parameter.value();
+  rounded_[parameter] = {value.storage(), value.version()};
+}
+
+bool Optimizer::is_rounded(size_t parameter) const {
+  const Tensor& value = parameters_[parameter].parameter.value();
+  const auto storage = rounded_[parameter].storage.lock();
+  return storage && storage == value.storage() && storage->version() == rounded_[parameter].version;
+}
+
+void Optimizer::step(const StepOptions& options) {
+  check(options.max_norm > 0 && options.grad_scale > 0, Error::Kind::Value, "[", name_,
+        "] max_norm and grad_scale must be positive, got ", options.max_norm, " and ", options.grad_scale);
+  const Tensor& norm = options.grad_norm;
+  check(norm.defined() || options.max_norm == std::numeric_limits<double>::infinity(), Error::Kind::Value,
+        "[", name_, "] max_norm needs grad_norm");
+  check(!norm.defined() || (norm.numel() == 1 && norm.dtype() == f64 && norm.device() == device_),
+        Error::Kind::Value, "[", name_, "] expected grad_norm as of grad_norm(parameters) on ", device_);
+  const bool on_cpu = device_.kind == DeviceKind::cpu;
+  if (on_cpu && norm.defined() && !std::isfinite(norm.item())) return;
+  std::vector<optim::StepItem> items;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i].parameter;
+    State& state = states_[i];
     const Tensor& grad = parameter.grad();
     if (!grad.defined()) continue;
     check(grad.shape() == parameter.shape() && grad.dtype() == parameter.dtype(), Error::Kind::Shape, "[",
           name_, "] the gradient of ", parameters_[i].name, " must be ", parameter.dtype(), " ",
           parameter.shape(), ", got ", grad.dtype(), " ", grad.shape());
-    ++states_[i].steps;
-    update(parameter.mutable_value(), states_[i], grad, lr_ * scales_[i].lr, scales_[i].decay);
+    check(parameter.device() == device_ && grad.device() == device_, Error::Kind::Device, "[", name_,
+          "] expected ", parameters_[i].name, " and its gradient on ", device_, ", got ", parameter.device(),
+          " and ", grad.device());
+    if (on_cpu) ++state.steps;
+    const Tensor& value = parameter.value();
+    const bool narrow = state.master.defined();
+    if (narrow && !is_rounded(i)) state.master.copy_(value);
+    items.push_back({.value = narrow ? state.master : value,
+                     .narrow = narrow ? value : Tensor(),
+                     .grad = grad,
+                     .first = state.first,
+                     .second = state.second,
+                     .lr_scale = scales_[i].lr,
+                     .decay = scales_[i].decay,
+                     .steps = state.steps,
+                     .index = static_cast<int64_t>(i)});
   }
+  if (items.empty()) return;
+  update(items, {.lr = [this] { return lr_; },
+                 .grad_norm = norm,
+                 .max_norm = options.max_norm,
+                 .grad_scale = options.grad_scale,
+                 .steps = steps_});
+  for (const optim::StepItem& item : items)
+    if (item.narrow.defined()) note_rounded(static_cast<size_t>(item.index));
+}
+
+const std::vector<Optimizer::State>& Optimizer::states() const {
+  if (steps_.defined()) {
+    const auto steps = steps_.to_vector<double>();
+    for (size_t i = 0; i < states_.size(); ++i) states_[i].steps = static_cast<int64_t>(steps[i]);
+  }
+  return states_;
+}
+
+void Optimizer::set_states(const std::vector<State>& states) {
+  check(states.size() == states_.size(), Error::Kind::Value, "[", name_, "] expected ", states_.size(),
+        " states, got ", states.size());
+  std::vector<double> steps;
+  for (size_t i = 0; i < states.size(); ++i) {
+    const auto set = [](Tensor& to, const Tensor& from) {
+      if (to.defined() && from.defined()) to.copy_(from);
+    };
+    set(states_[i].first, states[i].first);
+    set(states_[i].second, states[i].second);
+    set(states_[i].master, states[i].master);
+    if (states[i].master.defined()) note_rounded(i);
+    states_[i].steps = states[i].steps;
+    steps.push_back(static_cast<double>(states[i].steps));
+  }
+  if (steps_.defined()) steps_.copy_(Tensor::from(steps, steps_.shape()));
 }
 
 void Optimizer::zero_grad() {
@@ -235,8 +299,8 @@ AdamW::AdamW(std::vector<NamedParameter> parameters, const AdamWOptions& o)
                 [](const NamedParameter&) { return 2; }),
       options_(o) {}
 
-void AdamW::update(Tensor& value, State& state, const Tensor& grad, double lr, double decay) {
-  adamw_update(value, state, grad, lr, decay, {options_.beta1, options_.beta2, options_.eps});
+void AdamW::update(std::span<StepItem> items, const StepNumbers& numbers) {
+  adamw_kernel(device_of(items), items, numbers, {options_.beta1, options_.beta2, options_.eps});
 }
 
 SGD::SGD(std::vector<NamedParameter> parameters, const SGDOptions& o)
@@ -246,12 +310,8 @@ SGD::SGD(std::vector<NamedParameter> parameters, const SGDOptions& o)
   check(!o.nesterov || o.momentum > 0, Error::Kind::Value, "[sgd] nesterov needs momentum, got ", o.momentum);
 }
 
-void SGD::update(Tensor& value, State& state, const Tensor& grad, double lr, double decay) {
-  if (state.first.defined())
-    sgd_momentum_kernel(value.device(), value, state.first, grad,
-                        {lr, decay, options_.momentum, options_.nesterov});
-  else
-    sgd_kernel(value.device(), value, grad, lr, decay);
+void SGD::update(std::span<StepItem> items, const StepNumbers& numbers) {
+  sgd_kernel(device_of(items), items, numbers, {options_.momentum, options_.nesterov});
 }
 
 Lion::Lion(std::vector<NamedParameter> parameters, const LionOptions& o)
@@ -259,8 +319,8 @@ Lion::Lion(std::vector<NamedParameter> parameters, const LionOptions& o)
                 [](const NamedParameter&) { return 1; }),
       options_(o) {}
 
-void Lion::update(Tensor& value, State& state, const Tensor& grad, double lr, double decay) {
-  lion_kernel(value.device(), value, state.first, grad, {lr, 1 - lr * decay, options_.beta1, options_.beta2});
+void Lion::update(std::span<StepItem> items, const StepNumbers& numbers) {
+  lion_kernel(device_of(items), items, numbers, {options_.beta1, options_.beta2});
 }
 
 bool is_hidden_matrix(const NamedParameter& entry) {
@@ -291,34 +351,67 @@ Muon::Muon(std::vector<NamedParameter> parameters, const MuonOptions& o)
           " has shape ", entry.parameter.shape(), "; only matrices can be orthogonalised");
 }
 
-void Muon::update(Tensor& value, State& state, const Tensor& grad, double lr, double decay) {
-  if (state.second.defined()) {
-    adamw_update(value, state, grad, lr * options_.adam_lr_scale, decay,
-                 {options_.adam_beta1, options_.adam_beta2, options_.adam_eps});
-    return;
-  }
+void Muon::update(std::span<StepItem> items, const StepNumbers& numbers) {
+  std::vector<StepItem> others;
   const NoGrad only_values;
-  const Variable g(grad);
-  const Variable moment = Variable(state.first) * options_.momentum + g;
-  state.first.copy_(moment.value());
-  const Variable direction(
-      orthogonalized((options_.nesterov ? g + moment * options_.momentum : moment).value()));
-  const auto rows = static_cast<double>(value.size(0)), columns = static_cast<double>(value.size(1));
-  const double scale = lr * std::sqrt(std::max(1.0, rows / columns));
-  value.copy_((Variable(value) * (1 - lr * decay) - direction * scale).value());
+  const double factor = gradient_factor(numbers);
+  if (std::isnan(factor)) return;
+  for (StepItem& item : items) {
+    if (item.second.defined()) {
+      others.push_back(item);
+      others.back().lr_scale *= options_.adam_lr_scale;
+      continue;
+    }
+    Tensor value = item.value;
+    const double lr = numbers.lr() * item.lr_scale;
+    const Variable g = Variable(item.grad.to(value.dtype())) * factor;
+    const Variable moment = Variable(item.first) * options_.momentum + g;
+    item.first.copy_(moment.value());
+    const Variable direction(
+        orthogonalized((options_.nesterov ? g + moment * options_.momentum : moment).value()));
+    const auto rows = static_cast<double>(value.size(0)), columns = static_cast<double>(value.size(1));
+    const double scale = lr * std::sqrt(std::max(1.0, rows / columns));
+    value.copy_((Variable(value) * (1 - lr * item.decay) - direction * scale).value());
+    if (item.narrow.defined()) item.narrow.copy_(value);
+    if (!numbers.steps.defined()) continue;
+    Tensor counted = numbers.steps.slice(0, item.index, item.index + 1);
+    add_into(counted, Tensor::full({1}, 1, f64, counted.device()));
+  }
+  if (others.empty()) return;
+  adamw_kernel(device_of(others), others, numbers,
+               {options_.adam_beta1, options_.adam_beta2, options_.adam_eps});
+}
+
+namespace {
+
+std::vector<Tensor> gradients_of(const std::vector<Parameter>& parameters) {
+  std::vector<Tensor> grads;
+  for (const Parameter& parameter : parameters)
+    if (parameter.grad().defined()) grads.push_back(parameter.grad());
+  for (const Tensor& grad : grads)
+    check(grad.device() == grads.front().device(), Error::Kind::Device,
+          "[grad_norm] expected all gradients on ", grads.front().device(), ", got ", grad.device());
+  return grads;
+}
+
+}  // namespace
+
+Tensor grad_norm(const std::vector<Parameter>& parameters) {
+  const std::vector<Tensor> grads = gradients_of(parameters);
+  const Device device = !grads.empty()        ? grads.front().device()
+                        : !parameters.empty() ? parameters.front().device()
+                                              : cpu;
+  Tensor norm = Tensor::empty({}, f64, device);
+  norm_kernel(device, norm, grads);
+  return norm;
 }
 
 double clip_grad_norm(const std::vector<Parameter>& parameters, double max_norm) {
   check(max_norm > 0, Error::Kind::Value, "[clip_grad_norm] max_norm must be positive, got ", max_norm);
-  double squares = 0;
-  for (const Parameter& parameter : parameters)
-    if (parameter.grad().defined()) add_squares_kernel(parameter.device(), squares, parameter.grad());
-  const double norm = std::sqrt(squares);
-  if (norm > max_norm && std::isfinite(norm))
-    for (Parameter parameter : parameters)
-      if (parameter.grad().defined())
-        scale_kernel(parameter.device(), parameter.mutable_grad(), max_norm / norm);
-  return norm;
+  std::vector<Tensor> grads = gradients_of(parameters);
+  const Tensor norm = grad_norm(parameters);
+  clip_kernel(norm.device(), grads, norm, max_norm);
+  return norm.item();
 }
 
 namespace {

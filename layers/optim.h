@@ -2,12 +2,20 @@
 #pragma once
 
 #include <functional>
+#include <limits>
+#include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "torus/layers/module.h"
 
 namespace torus {
+
+namespace optim {
+struct StepItem;
+struct StepNumbers;
+}  // namespace optim
 
 /// The usual rule of which parameters decay: matrices and embeddings do, biases and norms do not.
 inline bool has_two_axes(const NamedParameter& entry) { return entry.parameter.dim() >= 2; }
@@ -19,9 +27,31 @@ struct ParameterGroup {
   double decay_scale = 1;  // and so is the weight decay, of those that decay
 };
 
-/// What trains parameters. Every optimizer takes f32 and f64, keeps its state in the parameter's dtype, and
-/// gives the same bits for any thread count. A parameter decays where `decays` says so; the first of `groups`
-/// that contains it scales its learning rate and decay.
+struct StepOptions {
+  /// The gradients' norm, as `grad_norm` gives it. If it is infinite or NaN nothing is stepped, and no t
+  /// counts on; on CUDA the device decides, and the host waits for nothing.
+  Tensor grad_norm = {};
+  /// Gradients are scaled so that their norm, `grad_norm * grad_scale`, is at most this.
+  double max_norm = std::numeric_limits<double>::infinity();
+  /// Multiplies the gradients: 1 / the loss scale.
+  double grad_scale = 1;
+};
+
+/// What trains parameters, all of them on one device. A 16-bit parameter has a master in f32, made from it,
+/// that is stepped; the parameter is the master rounded (Micikevicius et al., 2018). So training in 16 bits
+/// is
+///
+///     GPT model({.dtype = bf16});
+///     AdamW optimizer(model.named_parameters());
+///     ...
+///     tape.backward(loss);
+///     optimizer.step({.grad_norm = grad_norm(model.parameters()), .max_norm = 1});
+///     optimizer.zero_grad();
+///
+/// The state is kept in the dtype that is stepped. Bits are the same for any thread count. A parameter decays
+/// where `decays` says so; the first of `groups` that contains it scales its learning rate and decay. On CUDA
+/// a step is a few kernels however many parameters there are; captured, it goes on with `lr` and t as they
+/// are at each replay, as long as this object lives (but for Muon, which computes with both on the host).
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
@@ -30,7 +60,7 @@ class Optimizer {
 
   /// One step for every parameter that has a gradient; a parameter without one stays, and its t does not
   /// count on.
-  void step();
+  void step(const StepOptions& options = {});
   void zero_grad();
   void set_lr(double lr) { lr_ = lr; }
   double lr() const { return lr_; }
@@ -41,9 +71,13 @@ class Optimizer {
   struct State {
     Tensor first, second;  // shaped as the parameter; undefined where the optimizer needs none
     int64_t steps = 0;     // t
+    Tensor master;         // f32, of a 16-bit parameter: undefined for others
   };
-  std::vector<State>& states() { return states_; }
-  const std::vector<State>& states() const { return states_; }
+  /// On CUDA waits for the device, which counts t.
+  const std::vector<State>& states() const;
+  /// Copies, converted, what is defined of other states; to be called after the parameters were set. (A
+  /// 16-bit parameter that is set alone has its master made anew.)
+  void set_states(const std::vector<State>& states);
   const std::vector<NamedParameter>& parameters() const { return parameters_; }
 
  protected:
@@ -52,21 +86,32 @@ class Optimizer {
     const std::function<bool(const NamedParameter&)>& decays;
     const std::vector<ParameterGroup>& groups;
   };
-  /// Throws Error{DType} on 16-bit parameters. `moments(parameter)` tensors of each state are made, of zeros.
+  /// `moments(parameter)` tensors of each state are made, of zeros.
   Optimizer(std::string name, std::vector<NamedParameter> parameters, const Settings& settings,
             const std::function<int(const NamedParameter&)>& moments);
-  /// One parameter, with its own learning rate and weight decay; t is counted already.
-  virtual void update(Tensor& value, State& state, const Tensor& grad, double lr, double decay) = 0;
+  /// Those that have a gradient, each with its own scale of the learning rate and its weight decay.
+  virtual void update(std::span<optim::StepItem> items, const optim::StepNumbers& numbers) = 0;
 
  private:
   struct Scales {
     double lr, decay;
   };
+  // The storage of a 16-bit parameter when its master was last rounded into it, and its version.
+  struct Rounded {
+    std::weak_ptr<Storage> storage;
+    uint64_t version = 0;
+  };
+  void note_rounded(size_t parameter);
+  bool is_rounded(size_t parameter) const;
+
   std::string name_;
   std::vector<NamedParameter> parameters_;
   double lr_;
   std::vector<Scales> scales_;
-  std::vector<State> states_;
+  mutable std::vector<State> states_;  // on CUDA, t is as of the last call of states()
+  std::vector<Rounded> rounded_;
+  Device device_;
+  Tensor steps_;  // CUDA: t of each parameter, f64
 };
 
 struct AdamWOptions {
@@ -88,7 +133,7 @@ class AdamW : public Optimizer {
   explicit AdamW(std::vector<NamedParameter> parameters, const AdamWOptions& options = {});
 
  private:
-  void update(Tensor& value, State& state, const Tensor& grad, double lr, double decay) override;
+  void update(std::span<optim::StepItem> items, const optim::StepNumbers& numbers) override;
 
   AdamWOptions options_;
 };
@@ -111,7 +156,7 @@ class SGD : public Optimizer {
   explicit SGD(std::vector<NamedParameter> parameters, const SGDOptions& options = {});
 
  private:
-  void update(Tensor& value, State& state, const Tensor& grad, double lr, double decay) override;
+  void update(std::span<optim::StepItem> items, const optim::StepNumbers& numbers) override;
 
   SGDOptions options_;
 };
@@ -133,7 +178,7 @@ class Lion : public Optimizer {
   explicit Lion(std::vector<NamedParameter> parameters, const LionOptions& options = {});
 
  private:
-  void update(Tensor& value, State& state, const Tensor& grad, double lr, double decay) override;
+  void update(std::span<optim::StepItem> items, const optim::StepNumbers& numbers) override;
 
   LionOptions options_;
 };
@@ -164,7 +209,7 @@ class Muon : public Optimizer {
   explicit Muon(std::vector<NamedParameter> parameters, const MuonOptions& options = {});
 
  private:
-  void update(Tensor& value, State& state, const Tensor& grad, double lr, double decay) override;
+  void update(std::span<optim::StepItem> items, const optim::StepNumbers& numbers) override;
 
   MuonOptions options_;
 };
@@ -174,9 +219,12 @@ class Muon : public Optimizer {
 /// (3.4445, -4.775, 2.0315), from X = matrix / (its norm + 1e-7).
 Tensor orthogonalized(const Tensor& matrix);
 
-/// Scales all gradients by max_norm / norm if the Euclidean norm of all of them together is larger than
-/// max_norm. Returns the norm before. Summed in f64 in a fixed order, whatever the thread count. If the norm
-/// is infinite or NaN the gradients stay as they are: the caller sees it in the result and should not step.
+/// The Euclidean norm of all gradients together: one element of f64 on their device, for which the host does
+/// not wait. Summed in f64 in a fixed order, whatever the thread count. 0 where there is none.
+Tensor grad_norm(const std::vector<Parameter>& parameters);
+/// Scales all gradients by max_norm / norm if their norm is larger than max_norm. Returns the norm before. If
+/// it is infinite or NaN the gradients stay as they are: the caller sees it in the result and should not
+/// step. `Optimizer::step` clips on its own, with no pass over the gradients and no wait: see StepOptions.
 double clip_grad_norm(const std::vector<Parameter>& parameters, double max_norm);
 
 // Schedules: the learning rate of step 0, 1, ... Each rises linearly over `warmup` steps to `peak`.

@@ -1,5 +1,7 @@
 #include "torus/layers/training.h"
 
+#include "torus/core/kernel.h"
+#include "torus/layers/optim_kernels.h"
 #include "torus/ops/ops.h"
 
 namespace torus {
@@ -48,6 +50,28 @@ void ExponentialMovingAverage::swap_out() {
   own_.clear();
 }
 
+using optim::Combination;
+
+namespace {
+
+void combine_cpu(std::span<Combination> all, double factor) {
+  const NoGrad only_values;
+  for (auto& [to, from, add] : all) {
+    // In f32 or f64, whichever of both is.
+    const DType dtype = to.dtype() == f64 || to.dtype() == f32 ? to.dtype() : f32;
+    const Variable scaled = Variable(from.to(dtype)) * factor;
+    to.copy_((add ? Variable(to) + scaled : scaled).value());
+  }
+}
+
+const Kernel<optim::CombineFunction> combine_kernel{"master_weights.combine", combine_cpu};
+
+void combine(std::vector<Combination>& all, double factor) {
+  if (!all.empty()) combine_kernel(all.front().to.device(), all, factor);
+}
+
+}  // namespace
+
 MasterWeights::MasterWeights(std::vector<NamedParameter> parameters) : parameters_(std::move(parameters)) {
   for (const auto& [name, parameter] : parameters_) {
     const bool narrow = parameter.dtype() == f16 || parameter.dtype() == bf16;
@@ -56,22 +80,25 @@ MasterWeights::MasterWeights(std::vector<NamedParameter> parameters) : parameter
 }
 
 void MasterWeights::take_gradients(double factor) {
-  const NoGrad only_values;
+  std::vector<Combination> all;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter &from = parameters_[i].parameter, &to = masters_[i].parameter;
     if (!from.grad().defined()) continue;
-    const Tensor grad = (Variable(from.grad().to(to.dtype())) * factor).value();
+    const bool add = to.grad().defined();
+    if (!add) to.mutable_grad() = Tensor::empty(to.shape(), to.dtype(), to.device());
+    all.push_back({to.grad(), from.grad(), add});
     from.zero_grad();
-    to.mutable_grad() = to.grad().defined() ? (Variable(to.grad()) + Variable(grad)).value() : grad;
   }
+  combine(all, factor);
 }
 
 void MasterWeights::publish() {
+  std::vector<Combination> all;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    Parameter& parameter = parameters_[i].parameter;
-    const Tensor& master = masters_[i].parameter.value();
-    if (parameter.value().storage() != master.storage()) parameter.mutable_value().copy_(master);
+    const Tensor &narrow = parameters_[i].parameter.value(), &master = masters_[i].parameter.value();
+    if (narrow.storage() != master.storage()) all.push_back({narrow, master, false});
   }
+  combine(all, 1);
 }
 
 LossScale::LossScale(const LossScaleOptions& options) : options_(options), value_(options.initial) {

@@ -39,15 +39,18 @@ class ExponentialMovingAverage {
   std::vector<Tensor> own_;  // values of the parameters while the averages are in; empty otherwise
 };
 
-/// f32 masters of a model's 16-bit parameters (Micikevicius et al., 2018). The model computes in 16 bits; the
-/// optimizer is made from `masters()` and steps them:
+/// f32 masters, and f32 gradients, of a model's 16-bit parameters. Optimizers keep masters of their own;
+/// these serve where the gradients of several backward passes are to be added up in f32 (or seen in f32). The
+/// optimizer is made from `masters()`:
 ///
 ///     GPT model({.dtype = bf16});
 ///     MasterWeights weights(model.named_parameters());
 ///     AdamW optimizer(weights.masters());
 ///     ...
-///     tape.backward(loss);
-///     weights.take_gradients();
+///     for (...) {
+///       tape.backward(loss);
+///       weights.take_gradients(1.0 / count);
+///     }
 ///     optimizer.step();
 ///     weights.publish();
 ///     optimizer.zero_grad();
@@ -75,10 +78,11 @@ struct LossScaleOptions {
 /// A factor for the gradients of f16, so that small ones do not vanish. Goes down when one is infinite:
 ///
 ///     Tape tape;
-///     tape.backward(loss, {.seed = Tensor::full({}, scale.value(), loss.dtype())});
-///     weights.take_gradients(1 / scale.value());
-///     const double norm = clip_grad_norm(...);
-///     if (scale.update(std::isfinite(norm))) optimizer.step();
+///     tape.backward(loss, {.seed = Tensor::full({}, scale.value(), loss.dtype(), loss.device())});
+///     const Tensor norm = grad_norm(model.parameters());
+///     optimizer.step({.grad_norm = norm, .max_norm = 1, .grad_scale = 1 / scale.value()});
+///     scale.update(std::isfinite(norm.item()));  // the step was skipped if not
+///     optimizer.zero_grad();
 class LossScale {
  public:
   explicit LossScale(const LossScaleOptions& options = {});
