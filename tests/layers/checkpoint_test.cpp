@@ -231,6 +231,44 @@ TEST(Checkpoint, KeepsMasterWeights) {
   EXPECT_EQ(second.masters(), first.masters());
 }
 
+// The same where the optimizer keeps them.
+TEST(Checkpoint, KeepsMastersOfTheOptimizer) {
+  const TemporaryFolder folder;
+  GPTConfig config = small;
+  config.dtype = bf16;
+  config.dropout = 0;
+  struct Narrow {
+    explicit Narrow(const GPTConfig& c) : model(c), optimizer(model.named_parameters()) {}
+    void step(uint64_t seed) {
+      Generator data(seed);
+      Tape tape;
+      tape.backward(model.loss(randint({2, 6}, 0, 7, data), randint({2, 6}, 0, 7, data)));
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    std::vector<double> masters() const {
+      std::vector<double> result;
+      for (const auto& state : optimizer.states())
+        for (double value : state.master.to_vector<double>()) result.push_back(value);
+      return result;
+    }
+    GPT model;
+    AdamW optimizer;
+  };
+  Narrow first(config), second(config);
+  first.step(1);
+  save_checkpoint(folder / "a.h5", make_checkpoint(first.model, first.optimizer));
+  const Checkpoint loaded = load_checkpoint(folder / "a.h5");
+  EXPECT_EQ(loaded.weights.at("tokens.weight").dtype(), f32);
+  restore(loaded, second.model, second.optimizer);
+  EXPECT_EQ(second.masters(), first.masters());
+  EXPECT_EQ(flat_values(second.model), flat_values(first.model));
+  EXPECT_NE(flat_values(first.model), first.masters());
+  first.step(2);
+  second.step(2);
+  EXPECT_EQ(second.masters(), first.masters());
+}
+
 TEST(Checkpoint, EvaluationNeedsOnlyWeights) {
   const TemporaryFolder folder;
   const std::string path = saved(folder);
