@@ -335,6 +335,8 @@ class CudaDriver final : public DeviceDriver {
     throw_fault(device);
   }
 
+  std::string name(int index) const override { return state(index).properties.name; }
+
   void* allocate(size_t bytes, int index) override {
     State& device = state(index);
     if (current_capture) {

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <iosfwd>
+#include <string>
+
+#include "torus/core/dtype.h"
 
 namespace torus {
 
@@ -24,6 +27,12 @@ inline bool cuda_available() { return cuda_device_count() > 0; }
 
 /// Waits for all work of a device, and throws what its kernels found wrong with their arguments.
 void synchronize(Device device);
+
+/// "NVIDIA H200"; "cpu" for the host.
+std::string device_name(Device device);
+/// Dense matrix products a second by the maker's data sheet, in floating-point operations; 0 where it is not
+/// known.
+double peak_flops(Device device, DType dtype);
 
 /// Whether matrix products of f32 on CUDA may round their operands to TF32 (10 bits): several times faster.
 /// At first they may not.

@@ -35,6 +35,7 @@ class HostDriver final : public DeviceDriver {
  public:
   int count() const override { return 1; }
   void synchronize(int) override {}
+  std::string name(int) const override { return "cpu"; }
 
   void* allocate(size_t bytes, int) override {
     bytes = rounded(bytes);
@@ -160,6 +161,24 @@ void SynchronizationProbe::note(const char* what) {
 int cuda_device_count() {
   const auto& found = registry().drivers[static_cast<size_t>(DeviceKind::cuda)];
   return found ? std::min(found->count(), max_devices) : 0;
+}
+
+std::string device_name(Device device) { return driver(device).name(device.index); }
+
+double peak_flops(Device device, DType dtype) {
+  struct Chip {
+    const char* name;
+    double tera_16, tera_32, tera_64;  // 16-bit floats, f32 without TF32, f64, on matrix units where it has them
+  };
+  static constexpr Chip chips[] = {{"H200", 989.5, 67, 67},
+                                   {"H100 PCIe", 756, 51, 51},
+                                   {"H100", 989.5, 67, 67},
+                                   {"A100", 312, 19.5, 19.5}};
+  const std::string found = device_name(device);
+  for (const Chip& chip : chips)
+    if (found.find(chip.name) != std::string::npos)
+      return 1e12 * (dtype == f64 ? chip.tera_64 : dtype == f32 ? chip.tera_32 : chip.tera_16);
+  return 0;
 }
 
 void synchronize(Device device) { driver(device).synchronize(device.index); }

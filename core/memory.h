@@ -59,6 +59,7 @@ class DeviceDriver {
   /// Devices of this kind that can be used.
   virtual int count() const = 0;
   virtual void synchronize(int index) = 0;
+  virtual std::string name(int index) const = 0;
   /// At least `bytes` bytes (more than 0), aligned to 64. Throws Error{Memory}.
   virtual void* allocate(size_t bytes, int index) = 0;
   virtual void free(void* data, size_t bytes, int index) = 0;

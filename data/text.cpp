@@ -167,6 +167,33 @@ HeldOut split_held_out(const Tensor& tokens) {
   return {tokens.slice(0, 0, train), tokens.slice(0, train, count)};
 }
 
+Tensor read_tokens(const std::string& path) {
+  const std::string bytes = read_text(path);
+  size_t first = 0, count = bytes.size() / 2;
+  check(bytes.size() % 2 == 0, Error::Kind::File, "[tokens] ", path, " has an odd number of bytes, ",
+        bytes.size(), ": it does not hold 16-bit tokens");
+  int32_t header[3] = {};
+  constexpr size_t header_bytes = 256 * sizeof(int32_t);
+  if (bytes.size() >= header_bytes) std::memcpy(header, bytes.data(), sizeof header);
+  if (header[0] == 20240520) {
+    check(header[1] == 1, Error::Kind::File, "[tokens] ", path, " has a header of version ", header[1],
+          "; expected 1");
+    first = header_bytes;
+    count = static_cast<size_t>(static_cast<uint32_t>(header[2]));
+    check(bytes.size() - first == 2 * count, Error::Kind::File, "[tokens] ", path, " should hold ", count,
+          " tokens by its header, got ", (bytes.size() - first) / 2);
+  }
+  check(count > 0, Error::Kind::File, "[tokens] ", path, " holds no tokens");
+  Tensor tokens = Tensor::empty({static_cast<int64_t>(count)}, i32);
+  int32_t* const to = tokens.mutable_data<int32_t>();
+  for (size_t i = 0; i < count; ++i) {
+    uint16_t token;
+    std::memcpy(&token, bytes.data() + first + 2 * i, sizeof token);
+    to[i] = token;
+  }
+  return tokens;
+}
+
 TextWindows::TextWindows(const Tensor& tokens, int64_t batch_size, int64_t length, uint64_t seed)
     : tokens_(tokens), batch_size_(batch_size), length_(length), seed_(seed) {
   check(batch_size >= 1 && length >= 1, Error::Kind::Value,

@@ -38,6 +38,11 @@ class Vocabulary {
   std::vector<int64_t> code_points_;
 };
 
+/// Tokens of a file of 16-bit numbers (little-endian): [N], i32. A header of llm.c (256 numbers of 32 bits:
+/// 20240520, version 1, how many tokens) is recognised and left out. Throws Error{File} where the file cannot
+/// be read, or is not as long as it says.
+Tensor read_tokens(const std::string& path);
+
 /// A text in two contiguous parts, both views: the last tenth is held out.
 struct HeldOut {
   Tensor train, held_out;

@@ -14,7 +14,9 @@
 class Task {
  public:
   virtual ~Task() = default;
-  virtual const torus::Vocabulary& vocabulary() const = 0;
+  virtual int64_t vocabulary_size() const = 0;
+  /// Of its characters, for a checkpoint; empty where tokens are not characters.
+  virtual std::vector<int64_t> code_points() const = 0;
   virtual torus::Batch batch(int64_t index) const = 0;
   /// Differs if the data does.
   virtual std::string fingerprint() const = 0;
@@ -55,6 +57,19 @@ inline std::string own_sources() {
   return all;
 }
 
+/// Mean loss over the first batches of what is held out, each token weighing the same.
+inline double mean_loss_of(const torus::GPT& model, const torus::EvaluationWindows& held_out,
+                           int64_t batches) {
+  double sum = 0, count = 0;
+  for (int64_t i = 0; i < std::min(batches, held_out.batches()); ++i) {
+    const torus::Batch batch = held_out.batch(i);
+    const auto targets = static_cast<double>(batch.targets.numel());
+    sum += model.loss(batch.inputs, batch.targets).item() * targets;
+    count += targets;
+  }
+  return sum / count;
+}
+
 /// The next character (or byte) of a text whose last tenth is held out.
 class TextTask : public Task {
  public:
@@ -68,23 +83,15 @@ class TextTask : public Task {
                 long(parts_.train.numel()), long(parts_.held_out.numel()), long(vocabulary_.size()));
   }
 
-  const torus::Vocabulary& vocabulary() const override { return vocabulary_; }
+  int64_t vocabulary_size() const override { return vocabulary_.size(); }
+  std::vector<int64_t> code_points() const override { return vocabulary_.code_points(); }
   torus::Batch batch(int64_t index) const override { return windows_.batch(index); }
   std::string fingerprint() const override { return std::to_string(hash_); }
 
   std::string score_name() const override { return "validation_loss"; }
 
-  /// Mean loss, each token of the held-out part weighing the same.
   double score(const torus::GPT& model, bool quick) const override {
-    double sum = 0, count = 0;
-    const int64_t batches = quick ? std::min<int64_t>(8, held_out_.batches()) : held_out_.batches();
-    for (int64_t i = 0; i < batches; ++i) {
-      const torus::Batch batch = held_out_.batch(i);
-      const auto targets = static_cast<double>(batch.targets.numel());
-      sum += model.loss(batch.inputs, batch.targets).item() * targets;
-      count += targets;
-    }
-    return sum / count;
+    return mean_loss_of(model, held_out_, quick ? 8 : held_out_.batches());
   }
 
   std::string describe(double score) const override { return format("validation loss %.3f", score); }
@@ -111,6 +118,56 @@ class TextTask : public Task {
   uint64_t hash_ = 0xcbf29ce484222325;  // FNV-1a of the text
 };
 
+/// The next token of a file of 16-bit tokens, whose last tenth is held out.
+class TokenTask : public Task {
+ public:
+  /// The vocabulary is that of GPT-2, or larger if the tokens need it, rounded up to a multiple of 128, which
+  /// is faster.
+  TokenTask(const std::string& path, int64_t batch, int64_t context, uint64_t seed)
+      : parts_(torus::split_held_out(torus::read_tokens(path))),
+        windows_(parts_.train, batch, context, seed),
+        held_out_(parts_.held_out, 8, context) {
+    int64_t largest = 50256;
+    for (const torus::Tensor& part : {parts_.train, parts_.held_out}) {
+      const int32_t* const tokens = part.data<int32_t>();
+      for (int64_t i = 0; i < part.numel(); ++i) {
+        largest = std::max<int64_t>(largest, tokens[i]);
+        hash_ = (hash_ ^ static_cast<uint64_t>(tokens[i])) * 0x100000001b3;
+      }
+    }
+    vocabulary_size_ = (largest + 128) / 128 * 128;
+    std::printf("tokens: %ld to train on, %ld held out, a vocabulary of %ld\n", long(parts_.train.numel()),
+                long(parts_.held_out.numel()), long(vocabulary_size_));
+  }
+
+  int64_t vocabulary_size() const override { return vocabulary_size_; }
+  std::vector<int64_t> code_points() const override { return {}; }
+  torus::Batch batch(int64_t index) const override { return windows_.batch(index); }
+  std::string fingerprint() const override { return std::to_string(hash_); }
+
+  std::string score_name() const override { return "validation_loss"; }
+  double score(const torus::GPT& model, bool quick) const override {
+    return mean_loss_of(model, held_out_, quick ? 8 : 64);
+  }
+  std::string describe(double score) const override { return format("validation loss %.3f", score); }
+  void show_sample(const torus::GPT& model, const torus::GenerateOptions& options) const override {
+    const torus::Tensor tokens = generate(model, torus::Tensor::from({parts_.held_out.to_vector<int64_t>()[0]}).reshape({1, 1}), options);
+    std::printf("a sample:");
+    for (int64_t token : tokens.to_vector<int64_t>()) std::printf(" %ld", long(token));
+    std::printf("\n\n");
+  }
+  std::string conclude(double score, double untrained) const override {
+    return format("validation loss: %.3f nats a token (untrained: %.3f)", score, untrained);
+  }
+
+ private:
+  torus::HeldOut parts_;
+  torus::TextWindows windows_;
+  torus::EvaluationWindows held_out_;
+  int64_t vocabulary_size_ = 0;
+  uint64_t hash_ = 0xcbf29ce484222325;  // FNV-1a of the tokens
+};
+
 /// Sums of two numbers of three digits.
 class AdditionTask : public Task {
  public:
@@ -119,7 +176,8 @@ class AdditionTask : public Task {
                  "--task addition needs a --context of at least ", sums_.length, ", got ", context);
   }
 
-  const torus::Vocabulary& vocabulary() const override { return vocabulary_; }
+  int64_t vocabulary_size() const override { return vocabulary_.size(); }
+  std::vector<int64_t> code_points() const override { return vocabulary_.code_points(); }
   torus::Batch batch(int64_t index) const override { return sums_.batch(index); }
   std::string fingerprint() const override { return "addition"; }
 

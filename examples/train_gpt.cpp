@@ -25,12 +25,13 @@ struct Options {
   int64_t layers = 0, heads = 0, width = 0, context = 0, batch = 0, steps = 0, seed = 1;
   double lr = 0, dropout = 0;
   // What a resumed run is free to change:
-  std::string text, save, resume, log, profile;
+  std::string text, tokens, save, resume, log, profile, device = "cpu";
   int64_t eval_every = 500, sample = 300, threads = 0;
   double minutes = 0, temperature = 0.8;
 };
 
-// Sizes, and steps that take two cores two minutes (nano and addition), six (toy) and nine hours (char).
+// Sizes, and steps that take two cores two minutes (nano and addition), six (toy) and nine hours (char). That of
+// GPT-2 is for a CUDA device.
 const std::map<std::string, Settings> presets = {
     {"nano",
      {{"layers", "4"},
@@ -57,6 +58,15 @@ const std::map<std::string, Settings> presets = {
       {"steps", "5000"},
       {"lr", "0.001"},
       {"dropout", "0.2"}}},
+    {"gpt2",
+     {{"layers", "12"},
+      {"heads", "12"},
+      {"width", "768"},
+      {"context", "1024"},
+      {"batch", "32"},
+      {"steps", "20000"},
+      {"lr", "0.0006"},
+      {"dtype", "bf16"}}},
     {"addition",
      {{"layers", "2"},
       {"heads", "4"},
@@ -88,7 +98,7 @@ struct Flag {
 
 std::vector<Flag> add_flags(CLI::App& app, Options& o) {
   std::vector<Flag> flags = {
-      {"preset", "sizes and schedule: nano (default), toy, char, addition (default for that task)",
+      {"preset", "sizes and schedule: nano (default), toy, char, gpt2, addition (default for that task)",
        &o.preset},
       {"task", "text (default), or addition: sums of two numbers of three digits", &o.task},
       {"vocabulary", "tokens of the text: characters (default) or bytes", &o.vocabulary},
@@ -101,7 +111,7 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
       {"lr", "highest learning rate; it warms up, then falls to 0 along a cosine", &o.lr},
       {"dropout", "probability of dropping", &o.dropout},
       {"seed", "of weights, batches and dropout", &o.seed},
-      {"dtype", "f32 (default) or f64", &o.dtype},
+      {"dtype", "f32 (default), f64, or bf16 with weights kept in f32", &o.dtype},
   };
   for (Flag& flag : flags)
     flag.option = std::visit([&](auto* value) { return app.add_option("--" + flag.name, *value, flag.help); },
@@ -109,16 +119,18 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
   const auto limit = [&](const std::string& name, const CLI::Validator& rule) {
     app.get_option("--" + name)->check(rule);
   };
-  limit("preset", CLI::IsMember({"nano", "toy", "char", "addition"}));
+  limit("preset", CLI::IsMember({"nano", "toy", "char", "gpt2", "addition"}));
   limit("task", CLI::IsMember({"text", "addition"}));
   limit("vocabulary", CLI::IsMember({"characters", "bytes"}));
-  limit("dtype", CLI::IsMember({"f32", "f64"}));
+  limit("dtype", CLI::IsMember({"f32", "f64", "bf16"}));
   for (const char* name : {"layers", "heads", "width", "context", "batch", "steps", "lr"})
     limit(name, CLI::PositiveNumber);
   limit("seed", CLI::NonNegativeNumber);
   limit("dropout", CLI::Range(0.0, 1.0));
 
   app.add_option("--text", o.text, "file to train on (default: the sources of Torus)");
+  app.add_option("--tokens", o.tokens, "file of 16-bit tokens to train on instead of a text, as llm.c writes them");
+  app.add_option("--device", o.device, "cpu (default) or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
   app.add_option("--minutes", o.minutes, "stop after so long, at whatever step")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--save", o.save, "checkpoint to write, at each evaluation and at the end");
@@ -167,17 +179,56 @@ void check_can_save(const std::filesystem::path& path) {
 
 // ------------------------------------------------------------------------------------------------ training
 
-double train_step(GPT& model, AdamW& optimizer, const Batch& batch, double lr) {
-  Tape tape;
-  const Variable loss = model.loss(batch.inputs, batch.targets);
-  tape.backward(loss);
-  const double norm = clip_grad_norm(model.parameters(), 1);
-  check(std::isfinite(norm), Error::Kind::Value, "the gradient is not finite; try a lower --lr");
-  optimizer.set_lr(lr);
-  optimizer.step();
-  optimizer.zero_grad();
-  return loss.item();
-}
+// Takes steps. On a CUDA device they are captured and replayed, and nobody waits for their losses.
+class Trainer {
+ public:
+  Trainer(GPT& model, AdamW& optimizer, const Options& options, Device device)
+      : optimizer_(optimizer),
+        inputs_(Tensor::zeros({options.batch, options.context}, i64, device)),
+        targets_(inputs_.clone()),
+        last_(Tensor::zeros({2}, f64, device)),
+        recent_(Tensor::zeros({device == cpu ? 1 : 16, 2}, f64, device)),
+        step_(device, [this, &model] {
+          Tape tape;
+          const Variable loss = model.loss(inputs_, targets_);
+          tape.backward(loss);
+          const Tensor norm = grad_norm(model.parameters());
+          optimizer_.step({.grad_norm = norm, .max_norm = 1});
+          optimizer_.zero_grad();
+          last_.select(0, 0).copy_(loss.value());
+          last_.select(0, 1).copy_(norm);
+        }) {}
+
+  void step(const Batch& batch, double lr) {
+    check(batch.inputs.shape() == inputs_.shape(), Error::Kind::Value, "expected batches of ", inputs_.shape(),
+          ", got ", batch.inputs.shape());
+    inputs_.copy_(batch.inputs);
+    targets_.copy_(batch.targets);
+    optimizer_.set_lr(lr);
+    step_();
+    recent_.select(0, taken_++).copy_(last_);
+  }
+  // No further step before `losses`.
+  bool full() const { return taken_ == recent_.size(0); }
+  // Of the steps since they were last asked for. Waits for the device.
+  std::vector<double> losses() {
+    const std::vector<double> numbers = recent_.to_vector<double>();
+    std::vector<double> result;
+    for (size_t i = 0; i < static_cast<size_t>(std::exchange(taken_, 0)); ++i) {
+      check(std::isfinite(numbers[2 * i + 1]), Error::Kind::Value,
+            "the gradient is not finite; try a lower --lr");
+      result.push_back(numbers[2 * i]);
+    }
+    return result;
+  }
+
+ private:
+  AdamW& optimizer_;
+  Tensor inputs_, targets_;
+  Tensor last_, recent_;  // loss and norm
+  CapturedStep step_;
+  int64_t taken_ = 0;  // steps in recent_
+};
 
 double evaluate(GPT& model, const Task& task, bool quick) {
   model.train(false);
@@ -186,14 +237,22 @@ double evaluate(GPT& model, const Task& task, bool quick) {
   return result;
 }
 
+// Of a model's matrix products in one step, forward and backward: 6 for each parameter and token, and 6 T C for
+// each layer's causal attention.
+double flops_per_token(const GPT& model) {
+  const GPTConfig& config = model.config();
+  return 6 * (static_cast<double>(model.parameter_count()) +
+              static_cast<double>(config.layers * config.context * config.width));
+}
+
 // From step `step` and batch `position` to the end, or to where time or Ctrl-C stops it. False after Ctrl-C.
 bool train(GPT& model, AdamW& optimizer, const Task& task, const Options& options, const Settings& settings,
-           int64_t step, int64_t position) {
+           Device device, int64_t step, int64_t position) {
   JsonLog log(options.log, step > 0);
   Prefetcher batches([&](int64_t index) { return task.batch(index); }, position);
   const auto save = [&] {
     Checkpoint checkpoint = make_checkpoint(model, optimizer);
-    checkpoint.vocabulary = task.vocabulary().code_points();
+    checkpoint.vocabulary = task.code_points();
     checkpoint.settings = settings;
     checkpoint.step = step;
     checkpoint.loader_position = batches.position();
@@ -202,6 +261,8 @@ bool train(GPT& model, AdamW& optimizer, const Task& task, const Options& option
 
   const Interrupt interrupt;
   Progress progress(step, options.steps, options.batch * options.context);
+  Trainer trainer(model, optimizer, options, device);
+  std::vector<double> rates;  // of the steps whose losses are not known yet
   bool stopped = false;
   std::optional<Profiler> profiler;
   const int64_t profile_from = step + 5, profile_to = step + 25;  // when all is warm
@@ -217,21 +278,25 @@ bool train(GPT& model, AdamW& optimizer, const Task& task, const Options& option
     }
     const double lr =
         warmup_cosine(step, std::min<int64_t>(100, options.steps / 10), options.steps, options.lr);
-    const double loss = train_step(model, optimizer, batches.next(), lr);
+    trainer.step(batches.next(), lr);
+    rates.push_back(lr);
     ++step;
-    progress.step(loss);
-    log.write({{"step", double(step)},
-               {"loss", loss},
-               {"lr", lr},
-               {"tokens_per_second", progress.tokens_per_second()}});
-
     stopped = interrupt.requested() || (options.minutes > 0 && progress.seconds() > 60 * options.minutes);
-    if (!stopped && step % options.eval_every == 0 && step < options.steps) {
+    const bool pause = stopped || step % options.eval_every == 0 || step == options.steps;
+    if (!trainer.full() && !pause) continue;
+    const std::vector<double> losses = trainer.losses();
+    progress.steps(losses);
+    for (size_t i = 0; i < losses.size(); ++i)
+      log.write({{"step", double(step - int64_t(losses.size() - 1 - i))},
+                 {"loss", losses[i]},
+                 {"lr", rates[i]},
+                 {"tokens_per_second", progress.tokens_per_second()}});
+    rates.clear();
+    if (!pause) continue;
+    if (!stopped && step < options.steps) {
       const double score = evaluate(model, task, true);
       log.write({{"step", double(step)}, {task.score_name(), score}});
       progress.note("step " + std::to_string(step) + ": " + task.describe(score));
-    } else if (!stopped && step < options.steps) {
-      continue;
     }
     if (!options.save.empty()) save();
   }
@@ -241,14 +306,26 @@ bool train(GPT& model, AdamW& optimizer, const Task& task, const Options& option
     progress.note("interrupted at " + where);
   else
     progress.note((stopped ? "time is up at " : "trained to ") + where);
+  const double speed = progress.tokens_per_second(), peak = peak_flops(device, model.config().dtype);
+  const double share = peak > 0 ? 100 * speed * flops_per_token(model) / peak : 0;
+  if (device != cpu)
+    progress.note(format("%.1f k tok/s on %s; ", speed / 1000, device_name(device).c_str()) +
+                  (peak > 0 ? format("%.1f %% of its %.0f TFLOP/s", share, peak / 1e12)
+                            : std::string("share of its peak: n/a")) +
+                  ", counting 6 (P + L T C) FLOP a token");
   return !interrupt.requested();
 }
 
 std::unique_ptr<Task> make_task(const Options& options) {
   const auto seed = static_cast<uint64_t>(options.seed);
   if (options.task == "addition") {
-    check(options.text.empty(), Error::Kind::Value, "--text is not for --task addition");
+    check(options.text.empty() && options.tokens.empty(), Error::Kind::Value,
+          "--text and --tokens are not for --task addition");
     return std::make_unique<AdditionTask>(options.batch, options.context, seed);
+  }
+  if (!options.tokens.empty()) {
+    check(options.text.empty(), Error::Kind::Value, "--text and --tokens exclude each other");
+    return std::make_unique<TokenTask>(options.tokens, options.batch, options.context, seed);
   }
   const std::string text = options.text.empty() ? own_sources() : read_text(options.text);
   return std::make_unique<TextTask>(text, options.vocabulary == "bytes", options.batch, options.context,
@@ -260,7 +337,8 @@ int run(Options& options, std::vector<Flag>& flags) {
   if (!options.resume.empty()) {
     saved = load_checkpoint(options.resume);
     take_settings(flags, saved->settings, options.resume);
-    if (options.text.empty()) options.text = saved->settings["text"];
+    if (options.text.empty() && options.tokens.empty())
+      options.text = saved->settings["text"], options.tokens = saved->settings["tokens"];
   }
   take_preset(flags, options);
   if (!options.save.empty()) check_can_save(options.save);
@@ -270,17 +348,20 @@ int run(Options& options, std::vector<Flag>& flags) {
   const std::unique_ptr<Task> task = make_task(options);
   Settings settings = {{"data", task->fingerprint()}};
   if (!options.text.empty()) settings["text"] = std::filesystem::absolute(options.text).string();
+  if (!options.tokens.empty()) settings["tokens"] = std::filesystem::absolute(options.tokens).string();
   for (const Flag& flag : flags) settings[flag.name] = flag.text();
   check(!saved || saved->settings["data"] == settings["data"], Error::Kind::Value,
         "the text is not the one that ", options.resume, " was trained on");
 
-  GPT model({.vocab_size = task->vocabulary().size(),
+  GPT model({.vocab_size = task->vocabulary_size(),
              .context = options.context,
              .layers = options.layers,
              .heads = options.heads,
              .width = options.width,
              .dropout = options.dropout,
-             .dtype = options.dtype == "f64" ? f64 : f32});
+             .dtype = options.dtype == "f64" ? f64 : options.dtype == "bf16" ? bf16 : f32});
+  const Device device = options.device == "cuda" ? cuda : cpu;
+  model.to(device);
   AdamW optimizer(model.named_parameters(), {.beta2 = 0.99, .weight_decay = 0.1});
   std::printf("model: %ld layers, %ld heads, width %ld, context %ld, %.2f M parameters\n",
               long(options.layers), long(options.heads), long(options.width), long(options.context),
@@ -290,7 +371,7 @@ int run(Options& options, std::vector<Flag>& flags) {
   std::printf("untrained: %s\n", task->describe(untrained).c_str());
   if (saved) restore(*saved, model, optimizer);
 
-  const bool ended = train(model, optimizer, *task, options, settings, saved ? saved->step : 0,
+  const bool ended = train(model, optimizer, *task, options, settings, device, saved ? saved->step : 0,
                            saved ? saved->loader_position : 0);
   if (!ended) return 128 + SIGINT;
   model.train(false);

@@ -86,17 +86,19 @@ class Progress {
   Progress(int64_t done, int64_t total, int64_t tokens_per_step)
       : done_(done), total_(total), tokens_per_step_(tokens_per_step) {}
 
-  /// One more step was taken.
-  void step(double loss) {
-    ++done_;
-    ++steps_;
+  /// More steps were taken, with these losses.
+  void steps(const std::vector<double>& losses) {
     const auto now = Clock::now();
     seconds_ += std::chrono::duration<double>(now - since_).count();
     since_ = now;
-    loss_ += (loss - loss_) / static_cast<double>(std::min<int64_t>(steps_, 50));
+    const int64_t before = done_, interval = std::max<int64_t>(1, total_ / 20);
+    for (double loss : losses) {
+      ++done_;
+      ++steps_;
+      loss_ += (loss - loss_) / static_cast<double>(std::min<int64_t>(steps_, 50));
+    }
     const bool last = done_ == total_;
-    if (terminal_ ? last || seconds_ - shown_ > 0.1
-                  : last || done_ % std::max<int64_t>(1, total_ / 20) == 0) {
+    if (terminal_ ? last || seconds_ - shown_ > 0.1 : last || done_ / interval != before / interval) {
       shown_ = seconds_;
       std::printf(terminal_ ? "\r%s\033[K" : "%s\n", status().c_str());
       std::fflush(stdout);
