@@ -74,13 +74,13 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
                                                       .groups = groups});
 }
 
-struct Run {
+struct Trained {
   std::vector<std::vector<double>> values, states;
   std::vector<int64_t> steps;
 };
 
 // Eight steps, clipped, two of which are skipped for a gradient that is not finite.
-Run train(const std::string& name, DType dtype, Device device) {
+Trained train(const std::string& name, DType dtype, Device device) {
   auto parameters = make_parameters(dtype, device);
   const auto optimizer = make_optimizer(name, parameters);
   for (int step = 0; step < 8; ++step) {
@@ -92,22 +92,22 @@ Run train(const std::string& name, DType dtype, Device device) {
   }
   set_gradients(parameters, 8, device);
   optimizer->step();
-  Run run;
+  Trained trained;
   for (const auto& [label, parameter] : parameters)
-    run.values.push_back(parameter.value().to_vector<double>());
+    trained.values.push_back(parameter.value().to_vector<double>());
   for (const auto& state : optimizer->states()) {
-    run.steps.push_back(state.steps);
+    trained.steps.push_back(state.steps);
     for (const Tensor& tensor : {state.first, state.second, state.master})
-      run.states.push_back(tensor.defined() ? tensor.to_vector<double>() : std::vector<double>());
+      trained.states.push_back(tensor.defined() ? tensor.to_vector<double>() : std::vector<double>());
   }
-  return run;
+  return trained;
 }
 
 TEST_F(OptimCuda, TrajectoriesAreThoseOfTheCpu) {
   for (const char* name : {"adamw", "sgd", "momentum", "nesterov", "lion"})
     for (DType dtype : {f64, f32, f16, bf16}) {
-      const Run expected = train(name, dtype, cpu), got = train(name, dtype, cuda),
-                again = train(name, dtype, cuda);
+      const Trained expected = train(name, dtype, cpu), got = train(name, dtype, cuda),
+                    again = train(name, dtype, cuda);
       EXPECT_EQ(got.steps, expected.steps) << name << ' ' << dtype;
       EXPECT_EQ(got.values, again.values) << name << ' ' << dtype;
       EXPECT_EQ(got.states, again.states) << name << ' ' << dtype;
@@ -129,7 +129,7 @@ TEST_F(OptimCuda, GradNormAndClipping) {
     set_gradients(here, 1, cpu);
     set_gradients(there, 1, cuda);
     there.back().parameter.mutable_grad() = randn({1001}, 0, 1, dtype).to(cuda).slice(0, 1, 1001);
-    here.back().parameter.mutable_grad() = there.back().parameter.grad().to(cpu);
+    here.back().parameter.mutable_grad() = there.back().parameter.grad().to(cpu).clone();
     const Tensor norm = grad_norm(plain(there));
     EXPECT_EQ(norm.device(), cuda);
     EXPECT_EQ(norm.dtype(), f64);

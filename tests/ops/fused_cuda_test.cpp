@@ -1,7 +1,10 @@
 // The fused CUDA kernels of training against the CPU's: norms, cross entropy, embedding, dropout.
 #include <gtest/gtest.h>
 
+#include <array>
+#include <cmath>
 #include <functional>
+#include <sstream>
 
 #include "core/expect_error.h"
 #include "torus/autograd/tape.h"
@@ -181,7 +184,7 @@ TEST_F(FusedCuda, Embedding) {
     for (const auto& [vocabulary, rows, width] : {std::array<int64_t, 3>{7, 40, 1},
                                                   {7, 1000, 3},
                                                   {65, 5000, 100},
-                                                  {50304, 3000, 768},
+                                                  {2003, 3000, 768},
                                                   {50304, 40000, 8},
                                                   {3, 20, 1000},
                                                   {4, 9000, 2000},
@@ -246,7 +249,9 @@ void expect_logits_become_their_gradient(Device device) {
     leaf.zero_grad();
     tape.backward(loss, {.keep_graph = keep_graph});
     EXPECT_EQ(before == after, !hold && !keep_graph);
-    if (hold) EXPECT_EQ(held.value().to_vector<double>(), values);
+    if (hold) {
+      EXPECT_EQ(held.value().to_vector<double>(), values);
+    }
     const auto first = x.grad().to_vector<double>();
     if (keep_graph) {
       leaf.zero_grad();
