@@ -13,11 +13,24 @@ constexpr int threads = 256;
 
 template <class T, class C>
 __device__ inline C exponential(C x) {
-  if constexpr (gpu::is_16_bit<T>)
-    return __expf(x);  // exact enough for inputs of 16 bits
-  else
+  if constexpr (gpu::is_16_bit<T>) {  // inputs of 16 bits need no more than this
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
+    return result;
+  } else {
     return exp(x);
+  }
 }
+
+// A NaN is no matter here: it is in the sum of exponentials.
+__device__ inline float larger(float a, float b) { return fmaxf(a, b); }
+__device__ inline double larger(double a, double b) { return fmax(a, b); }
+struct Larger {
+  template <class C>
+  __device__ C operator()(C a, C b) const {
+    return larger(a, b);
+  }
+};
 
 // A row of n elements as what lies before its first multiple of 16 bytes, whole packs, and the rest.
 struct Cut {
@@ -74,7 +87,7 @@ __global__ void __launch_bounds__(threads)
     const Pack<T>* const packs = reinterpret_cast<const Pack<T>*>(x + cut.head);
     Seen<C> seen{-infinity};
     const auto take = [&](C value) {
-      const C above = gpu::Larger{}(seen.largest, value);
+      const C above = larger(seen.largest, value);
       // -inf - -inf would be NaN where nothing finite was seen yet.
       if (above != seen.largest) seen.sum *= exponential<T>(seen.largest - above);
       seen.largest = above;
@@ -90,22 +103,22 @@ __global__ void __launch_bounds__(threads)
 #pragma unroll
       for (int k = 0; k < at_once; ++k)
 #pragma unroll
-        for (int j = 0; j < width; ++j) above = gpu::Larger{}(above, gpu::widen(in[k].at[j]));
+        for (int j = 0; j < width; ++j) above = larger(above, gpu::widen(in[k].at[j]));
       if (above != seen.largest) seen.sum *= exponential<T>(seen.largest - above);
       seen.largest = above;
       const C from = above == -infinity ? C(0) : above;  // so that -inf adds 0
 #pragma unroll
       for (int k = 0; k < at_once; ++k) {
-        C sum = 0, total = 0;
+        C sum = 0;
 #pragma unroll
-        for (int j = 0; j < width; ++j) {
-          const C value = gpu::widen(in[k].at[j]);
-          sum += exponential<T>(value - from);
-          total += value;
-        }
+        for (int j = 0; j < width; ++j) sum += exponential<T>(gpu::widen(in[k].at[j]) - from);
         seen.sum += sum;
-        seen.total += total;
       }
+      if (smoothing > 0)
+#pragma unroll
+        for (int k = 0; k < at_once; ++k)
+#pragma unroll
+          for (int j = 0; j < width; ++j) seen.total += gpu::widen(in[k].at[j]);
     }
     for (; p < cut.packs; p += row_threads) {
       const Pack<T> in = packs[p];
@@ -116,7 +129,7 @@ __global__ void __launch_bounds__(threads)
     for (int64_t i = thread; i < outside; i += row_threads)
       take(gpu::widen(x[i < cut.head ? i : tail + i - cut.head]));
 
-    const C largest = over_row<warps>(seen.largest, -infinity, space, gpu::Larger{});
+    const C largest = over_row<warps>(seen.largest, -infinity, space, Larger{});
     const C scaled = seen.largest == -infinity ? C(0) : seen.sum * exponential<T>(seen.largest - largest);
     const C sum = over_row<warps>(scaled, C(0), space, gpu::Plus{});
     // How far the target, or the smoothed mean of all classes, is below the largest.
@@ -169,20 +182,21 @@ __global__ void __launch_bounds__(threads)
   constexpr int width = Pack<T>::count, row_threads = 32 * warps, groups = threads / row_threads;
   constexpr int at_once = 4;
   const int thread = threadIdx.x % row_threads;
-  const C spread = static_cast<C>(smoothing / static_cast<double>(n)), rest = static_cast<C>(1 - smoothing);
   const C weight = gpu::widen(*grad) / static_cast<C>(*count > 0 ? *count : 1);
+  const C spread = static_cast<C>(smoothing / static_cast<double>(n)) * weight,
+          rest = static_cast<C>(1 - smoothing) * weight;
   for (int64_t row = int64_t{blockIdx.x} * groups + threadIdx.x / row_threads; row < rows;
        row += int64_t{gridDim.x} * groups) {
     const int64_t target = targets[row];
-    const bool ignored = target == ignore_index || target < 0 || target >= n;
     const T* const x = logits + row * n;
     T* const dx = dlogits + row * n;
-    const C largest = ignored ? C(0) : statistics[2 * row],
-            inverse = ignored ? C(0) : 1 / statistics[2 * row + 1];
-    const auto gradient = [&](T value, bool hit) {
-      C result = exponential<T>(gpu::widen(value) - largest) * inverse - spread;
-      if (hit) result -= rest;
-      return ignored ? gpu::narrow<T>(C(0)) : gpu::narrow<T>(result * weight);
+    if (target == ignore_index || target < 0 || target >= n) {
+      for (int64_t i = thread; i < n; i += row_threads) dx[i] = gpu::narrow<T>(C(0));
+      continue;
+    }
+    const C largest = statistics[2 * row], scale = weight / statistics[2 * row + 1];
+    const auto gradient = [&](T value) {
+      return exponential<T>(gpu::widen(value) - largest) * scale - spread;
     };
     const Cut cut = Cut::of(x, n);
     const bool alike = reinterpret_cast<uintptr_t>(x) % 16 == reinterpret_cast<uintptr_t>(dx) % 16;
@@ -198,18 +212,21 @@ __global__ void __launch_bounds__(threads)
       for (int k = 0; k < at_once; ++k) {
         const int64_t at = p + k * row_threads;
         if (at >= packs) continue;
-        const int64_t ahead = target - (cut.head + at * width);
-        const int hit = ahead >= 0 && ahead < width ? static_cast<int>(ahead) : -1;
         Pack<T> out;
 #pragma unroll
-        for (int j = 0; j < width; ++j) out.at[j] = gradient(in[k].at[j], j == hit);
+        for (int j = 0; j < width; ++j) out.at[j] = gpu::narrow<T>(gradient(in[k].at[j]));
+        const int64_t hit = target - (cut.head + at * width);
+        if (hit >= 0 && hit < width)
+#pragma unroll
+          for (int j = 0; j < width; ++j)
+            if (j == hit) out.at[j] = gpu::narrow<T>(gradient(in[k].at[j]) - rest);
         to[at] = out;
       }
     }
     const int64_t tail = cut.head + packs * width, outside = cut.head + n - tail;
     for (int64_t i = thread; i < outside; i += row_threads) {
       const int64_t at = i < cut.head ? i : tail + i - cut.head;
-      dx[at] = gradient(x[at], at == target);
+      dx[at] = gpu::narrow<T>(gradient(x[at]) - (at == target ? rest : C(0)));
     }
   }
 }

@@ -164,6 +164,7 @@ __global__ void __launch_bounds__(norm_threads)
   extern __shared__ __align__(16) unsigned char dynamic[];  // groups > 1: sums * n of C
   __shared__ C space[32];
   const int thread = threadIdx.x % threads, group = threadIdx.x / threads, packs = n / width;
+  const C share = C(1) / C(n);
   C dw[held][width] = {}, db[held][width] = {};
   for (int64_t row = int64_t{blockIdx.x} * groups + group; row < rows; row += int64_t{gridDim.x} * groups) {
     const Pack<T>* const from_g = reinterpret_cast<const Pack<T>*>(g + row * n);
@@ -193,8 +194,8 @@ __global__ void __launch_bounds__(norm_threads)
       }
     }
     if (!dx) continue;
-    plain = centred ? row_sum<warps>(plain, space) / C(n) : C(0);
-    along = row_sum<warps>(along, space) / C(n);
+    plain = centred ? row_sum<warps>(plain, space) * share : C(0);
+    along = row_sum<warps>(along, space) * share;
     Pack<T>* const to = reinterpret_cast<Pack<T>*>(dx + row * n);
 #pragma unroll
     for (int k = 0; k < held; ++k) {
