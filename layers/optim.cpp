@@ -15,13 +15,14 @@ using namespace optim;
 
 namespace {
 
-// What the gradients are multiplied by: with `grad_scale`, and so that their norm is at most `max_norm`.
+// What the gradients are multiplied by: with the scales, and so that their norm is at most `max_norm`.
 // Reads the norm. NaN where it is not finite.
 double gradient_factor(const StepNumbers& numbers) {
-  if (!numbers.grad_norm.defined()) return numbers.grad_scale;
+  const double scale = numbers.grad_scale / (numbers.loss_scale.defined() ? numbers.loss_scale.item() : 1);
+  if (!numbers.grad_norm.defined()) return scale;
   const double norm = numbers.grad_norm.item();
   if (!std::isfinite(norm)) return std::numeric_limits<double>::quiet_NaN();
-  return norm * numbers.grad_scale > numbers.max_norm ? numbers.max_norm / norm : numbers.grad_scale;
+  return norm * scale > numbers.max_norm ? numbers.max_norm / norm : scale;
 }
 
 // Calls update(p, moments..., g) for each element, on the CPU, and rounds a master into its parameter.
@@ -224,8 +225,13 @@ void Optimizer::step(const StepOptions& options) {
   const Tensor& norm = options.grad_norm;
   check(norm.defined() || options.max_norm == std::numeric_limits<double>::infinity(), Error::Kind::Value,
         "[", name_, "] max_norm needs grad_norm");
-  check(!norm.defined() || (norm.numel() == 1 && norm.dtype() == f64 && norm.device() == device_),
-        Error::Kind::Value, "[", name_, "] expected grad_norm as of grad_norm(parameters) on ", device_);
+  const auto is_number = [&](const Tensor& tensor) {
+    return !tensor.defined() || (tensor.numel() == 1 && tensor.dtype() == f64 && tensor.device() == device_);
+  };
+  check(is_number(norm), Error::Kind::Value, "[", name_,
+        "] expected grad_norm as of grad_norm(parameters) on ", device_);
+  check(is_number(options.loss_scale), Error::Kind::Value, "[", name_,
+        "] expected loss_scale as of LossScale on ", device_);
   const bool on_cpu = device_.kind == DeviceKind::cpu;
   if (on_cpu && norm.defined() && !std::isfinite(norm.item())) return;
   std::vector<optim::StepItem> items;
@@ -259,6 +265,7 @@ void Optimizer::step(const StepOptions& options) {
                  .grad_norm = norm,
                  .max_norm = options.max_norm,
                  .grad_scale = options.grad_scale,
+                 .loss_scale = options.loss_scale,
                  .steps = steps_});
   for (const optim::StepItem& item : items)
     if (item.narrow.defined()) note_rounded(static_cast<size_t>(item.index));

@@ -175,7 +175,7 @@ static_assert(sizeof(StepTable) < 3900);
 // Counts t and prepares each entry's numbers. A norm that is not finite skips the step.
 __global__ void prepare_steps(Prepared* prepared, double* steps, const __grid_constant__ StepTable table,
                               gpu::Replayed<double> lr, const double* norm, double max_norm,
-                              double grad_scale, double beta1, double beta2) {
+                              double grad_scale, const double* loss_scale, double beta1, double beta2) {
   const int i = threadIdx.x;
   if (i >= table.count) return;
   const StepEntry& entry = table.entries[i];
@@ -185,7 +185,8 @@ __global__ void prepare_steps(Prepared* prepared, double* steps, const __grid_co
     const double t = steps[entry.index] + 1;
     steps[entry.index] = t;
     result.go = 1;
-    result.grad = size * grad_scale > max_norm ? max_norm / size : grad_scale;
+    const double scale = loss_scale ? grad_scale / *loss_scale : grad_scale;
+    result.grad = size * scale > max_norm ? max_norm / size : scale;
     result.lr = lr.get() * entry.lr_scale;
     result.decay = entry.decay;
     result.correction1 = 1 / (1 - pow(beta1, t));
@@ -256,12 +257,14 @@ void launch_steps(const char* op, const std::vector<StepItem*>& items, const Ste
   const cudaStream_t stream = gpu::stream_of(device);
   Tensor steps = numbers.steps;
   const double* const norm = numbers.grad_norm.defined() ? gpu::read<double>(numbers.grad_norm) : nullptr;
+  const double* const loss_scale =
+      numbers.loss_scale.defined() ? gpu::read<double>(numbers.loss_scale) : nullptr;
   StepTable table;
   const auto launch = [&] {
     Tensor space = Tensor::empty({table.count, sizeof(Prepared) / sizeof(double)}, f64, device);
     auto* const prepared = reinterpret_cast<Prepared*>(gpu::write<double>(space));
     prepare_steps<<<1, 64, 0, stream>>>(prepared, gpu::write<double>(steps), table, lr, norm,
-                                        numbers.max_norm, numbers.grad_scale, beta1, beta2);
+                                        numbers.max_norm, numbers.grad_scale, loss_scale, beta1, beta2);
     gpu::check_launch(op);
     if (table.blocks() > 0) {
       step_tensors<P, G, Update><<<table.blocks(), threads, 0, stream>>>(prepared, table, rule);
@@ -530,11 +533,29 @@ void combine(std::span<Combination> all, double factor) {
   in_order.copy_back();
 }
 
+// --------------------------------------------------------------------------------------------- loss scale
+
+__global__ void move_scale(double* state, const double* norm, double growth, int64_t interval) {
+  const bool finite = isfinite(*norm);
+  const double good = finite ? state[1] + 1 : 0;
+  const bool grows = finite && good >= static_cast<double>(interval);
+  if (!finite) state[0] /= growth;
+  if (grows) state[0] *= growth;
+  state[1] = grows ? 0 : good;
+}
+
+void update_scale(Tensor& state, const Tensor& norm, double growth, int64_t interval) {
+  move_scale<<<1, 1, 0, gpu::stream_of(state)>>>(gpu::write<double>(state), gpu::read<double>(norm), growth,
+                                                 interval);
+  gpu::check_launch("loss_scale");
+}
+
 const CudaKernel<StepFunction<AdamWRule>> adamw_kernel{"adamw.step", adamw};
 const CudaKernel<StepFunction<SGDRule>> sgd_kernel{"sgd.step", sgd};
 const CudaKernel<StepFunction<LionRule>> lion_kernel{"lion.step", lion};
 const CudaKernel<NormFunction> norm_kernel{"grad_norm", grad_norm};
 const CudaKernel<ClipFunction> clip_kernel{"clip_grad_norm", clip};
+const CudaKernel<ScaleFunction> scale_kernel{"loss_scale.update", update_scale};
 const CudaKernel<CombineFunction> combine_kernel{"master_weights.combine", combine};
 
 }  // namespace

@@ -31,10 +31,12 @@ struct StepOptions {
   /// The gradients' norm, as `grad_norm` gives it. If it is infinite or NaN nothing is stepped, and no t
   /// counts on; on CUDA the device decides, and the host waits for nothing.
   Tensor grad_norm = {};
-  /// Gradients are scaled so that their norm, `grad_norm * grad_scale`, is at most this.
+  /// Gradients are scaled so that their norm, with the factors below, is at most this.
   double max_norm = std::numeric_limits<double>::infinity();
-  /// Multiplies the gradients: 1 / the loss scale.
+  /// Multiplies the gradients, say 1 / the number of backward passes that were added up.
   double grad_scale = 1;
+  /// Divides the gradients: `LossScale::tensor()`, if the loss was scaled.
+  Tensor loss_scale = {};
 };
 
 /// What trains parameters, all of them on one device. A 16-bit parameter has a master in f32, made from it,

@@ -23,7 +23,8 @@ struct StepNumbers {
   std::function<double()> lr;  // asked when the step runs, and each time that it is replayed
   Tensor grad_norm;            // undefined: none
   double max_norm, grad_scale;
-  Tensor steps;  // CUDA: t of each parameter, f64, counted by the kernels unless grad_norm is not finite
+  Tensor loss_scale;  // f64; undefined: 1
+  Tensor steps;       // CUDA: t of each parameter, f64, counted by the kernels unless grad_norm is not finite
 };
 
 // How a parameter p moves by its gradient g; the formulas are those of the optimizers' declarations.
@@ -44,6 +45,8 @@ struct Combination {
   bool add;
 };
 
+/// state [2] of a LossScale: its value, and the good steps since that changed.
+using ScaleFunction = void(Tensor& state, const Tensor& grad_norm, double growth, int64_t interval);
 template <class Rule>
 using StepFunction = void(std::span<StepItem>, const StepNumbers&, Rule);
 using NormFunction = void(Tensor& norm, std::span<const Tensor> grads);

@@ -1,5 +1,8 @@
 #include "torus/layers/training.h"
 
+#include <cmath>
+#include <limits>
+
 #include "torus/core/kernel.h"
 #include "torus/layers/optim_kernels.h"
 #include "torus/ops/ops.h"
@@ -101,16 +104,36 @@ void MasterWeights::publish() {
   combine(all, 1);
 }
 
-LossScale::LossScale(const LossScaleOptions& options) : options_(options), value_(options.initial) {
+namespace {
+
+void update_scale_cpu(Tensor& state, const Tensor& grad_norm, double growth, int64_t interval) {
+  double* const scale = state.mutable_data<double>();
+  double& good = scale[1];
+  const bool finite = std::isfinite(grad_norm.item());
+  if (finite && ++good < static_cast<double>(interval)) return;
+  scale[0] = finite ? scale[0] * growth : scale[0] / growth;
+  good = 0;
+}
+
+const Kernel<optim::ScaleFunction> scale_kernel{"loss_scale.update", update_scale_cpu};
+
+}  // namespace
+
+LossScale::LossScale(const LossScaleOptions& options, Device device)
+    : options_(options), state_(Tensor::from<double>({options.initial, 0}).to(device)) {
   check(options.initial > 0 && options.growth > 1 && options.interval > 0, Error::Kind::Value,
         "[loss_scale] expected initial > 0, growth > 1 and interval > 0, got ", options.initial, ", ",
         options.growth, " and ", options.interval);
 }
 
+void LossScale::update(const Tensor& grad_norm) {
+  check(grad_norm.numel() == 1 && grad_norm.dtype() == f64 && grad_norm.device() == state_.device(),
+        Error::Kind::Value, "[loss_scale] expected one element of f64 on ", state_.device());
+  scale_kernel(state_.device(), state_, grad_norm, options_.growth, options_.interval);
+}
+
 bool LossScale::update(bool finite) {
-  if (finite && ++good_ < options_.interval) return true;
-  value_ = finite ? value_ * options_.growth : value_ / options_.growth;
-  good_ = 0;
+  update(Tensor::full({}, finite ? 0 : std::numeric_limits<double>::infinity(), f64, state_.device()));
   return finite;
 }
 

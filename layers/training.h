@@ -77,24 +77,30 @@ struct LossScaleOptions {
 
 /// A factor for the gradients of f16, so that small ones do not vanish. Goes down when one is infinite:
 ///
-///     Tape tape;
-///     tape.backward(loss, {.seed = Tensor::full({}, scale.value(), loss.dtype(), loss.device())});
+///     LossScale scale({}, device);
+///     ...
+///     tape.backward(loss, {.seed = scale.tensor().to(loss.dtype())});
 ///     const Tensor norm = grad_norm(model.parameters());
-///     optimizer.step({.grad_norm = norm, .max_norm = 1, .grad_scale = 1 / scale.value()});
-///     scale.update(std::isfinite(norm.item()));  // the step was skipped if not
+///     optimizer.step({.grad_norm = norm, .max_norm = 1, .loss_scale = scale.tensor()});
+///     scale.update(norm);
 ///     optimizer.zero_grad();
+///
+/// On CUDA the scale lives in device memory: only `value` and the update by a bool make the host wait.
 class LossScale {
  public:
-  explicit LossScale(const LossScaleOptions& options = {});
-  double value() const { return value_; }
-  /// After each backward: whether its gradients are all finite, which is returned. If not, the step must be
-  /// skipped and the scale is divided by `growth`; after `interval` good steps in line, multiplied.
+  explicit LossScale(const LossScaleOptions& options = {}, Device device = cpu);
+  double value() const { return tensor().item(); }
+  /// One element of f64.
+  Tensor tensor() const { return state_.select(0, 0); }
+  /// After each step, given the norm of its gradients. If it is not finite, the step was skipped and the
+  /// scale is divided by `growth`; after `interval` good steps in line, multiplied.
+  void update(const Tensor& grad_norm);
+  /// The same by the host: whether the gradients are all finite, which is returned.
   bool update(bool finite);
 
  private:
   LossScaleOptions options_;
-  double value_;
-  int64_t good_ = 0;  // steps since the scale last changed
+  Tensor state_;  // f64 [2]: the scale, and good steps since it last changed
 };
 
 namespace detail {

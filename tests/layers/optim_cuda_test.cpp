@@ -242,6 +242,30 @@ TEST_F(OptimCuda, MasterWeights) {
   }
 }
 
+TEST_F(OptimCuda, LossScale) {
+  std::vector<std::vector<double>> scales, masters;
+  for (Device device : {cpu, cuda}) {
+    Parameter p(Tensor::full({5}, 1, f16).to(device));
+    SGD optimizer({{"p", p}}, {.lr = 1});
+    LossScale scale({.initial = 1024, .interval = 2}, device);
+    scales.emplace_back();
+    for (double grad : {1.0, INFINITY, 2.0, 3.0, 4.0, NAN, 5.0}) {
+      p.mutable_grad() = Tensor::full({5}, grad, f16, device);
+      const Tensor norm = grad_norm({p});
+      optimizer.step({.grad_norm = norm, .max_norm = 0.005, .grad_scale = 0.5, .loss_scale = scale.tensor()});
+      scale.update(norm);
+      scales.back().push_back(scale.value());
+    }
+    EXPECT_TRUE(scale.update(true));
+    EXPECT_FALSE(scale.update(false));
+    scales.back().push_back(scale.value());
+    masters.push_back(optimizer.states()[0].master.to_vector<double>());
+  }
+  EXPECT_EQ(scales[0], (std::vector<double>{1024, 512, 512, 1024, 1024, 512, 512, 512}));
+  EXPECT_EQ(scales[1], scales[0]);
+  EXPECT_LE(relative_error(masters[1], masters[0]), 1e-7);
+}
+
 TEST_F(OptimCuda, OneDevice) {
   const Parameter here(Tensor::zeros({2})), there(Tensor::zeros({2}, f32, cuda));
   EXPECT_ERROR(AdamW({{"here", here}, {"there", there}}), Device,

@@ -304,5 +304,36 @@ TEST(LossScale, SavesSmallGradientsAndSkipsInfinite) {
   EXPECT_EQ(p.value().to_vector<double>()[0], -16);
 }
 
+// The same without a master outside of the optimizer.
+TEST(LossScale, TheOptimizerDividesByIt) {
+  Parameter p(Tensor::zeros({2}, f16));
+  SGD optimizer({{"p", p}}, {.lr = 1});
+  const auto step = [&](LossScale& scale, double factor) {
+    const double before = scale.value();
+    Tape tape;
+    const Variable loss = mean(p * factor * factor);
+    tape.backward(loss, {.seed = scale.tensor().to(loss.dtype())});
+    const Tensor norm = grad_norm({p});
+    optimizer.step({.grad_norm = norm, .loss_scale = scale.tensor()});
+    scale.update(norm);
+    optimizer.zero_grad();
+    return scale.value() >= before;
+  };
+  const auto master = [&] { return optimizer.states()[0].master.to_vector<double>()[0]; };
+  LossScale none({.initial = 1}), scale({.initial = 32768, .interval = 3});
+  EXPECT_TRUE(step(none, 1e-4));
+  EXPECT_EQ(master(), 0);
+  EXPECT_TRUE(step(scale, 1e-4));
+  EXPECT_NEAR(master(), -0.5e-8, 1e-11);
+  const double before = master();
+  for (bool good : {false, false, false, true, true}) EXPECT_EQ(step(scale, 4), good);
+  EXPECT_NEAR(master(), before - 16, 1e-5);
+  EXPECT_EQ(scale.value(), 4096);
+  EXPECT_TRUE(step(scale, 1));
+  EXPECT_EQ(scale.value(), 8192);
+  EXPECT_EQ(optimizer.states()[0].steps, 5);
+  EXPECT_ERROR(scale.update(Tensor::scalar(1)), Value, "expected one element of f64");
+}
+
 }  // namespace
 }  // namespace torus
