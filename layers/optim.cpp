@@ -5,6 +5,7 @@
 #include <numbers>
 
 #include "torus/core/kernel.h"
+#include "torus/core/memory.h"
 #include "torus/core/strided.h"
 #include "torus/layers/optim_kernels.h"
 #include "torus/ops/ops.h"
@@ -359,6 +360,8 @@ Muon::Muon(std::vector<NamedParameter> parameters, const MuonOptions& o)
 }
 
 void Muon::update(std::span<StepItem> items, const StepNumbers& numbers) {
+  if (device_of(items).kind != DeviceKind::cpu)
+    SynchronizationProbe::note("Muon, which takes the learning rate on the host");
   std::vector<StepItem> others;
   const NoGrad only_values;
   const double factor = gradient_factor(numbers);
