@@ -205,6 +205,7 @@ struct Capture {
   std::shared_ptr<Arena> arena;
   uint64_t* words = nullptr;  // of the device, one a slot
   std::vector<Slot> slots;
+  std::vector<std::shared_ptr<const void>> kept;
   torus::detail::CapturedDraws draws;
   uint64_t moved = 0;  // how far the generator is from where it was captured
 };
@@ -460,6 +461,10 @@ Replayed<uint64_t> replayed_position(uint64_t position) {
   if (!capturing()) return {position, nullptr};
   return replayed_slot(position, position,
                        [position, capture = current_capture] { return position + capture->moved; });
+}
+
+void keep_for_replays(std::shared_ptr<const void> what) {
+  if (capturing()) current_capture->kept.push_back(std::move(what));
 }
 
 void copy_from_host(void* to, const void* from, size_t bytes, Device where) {

@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <type_traits>
 
 #include "torus/core/kernel.h"
@@ -79,6 +80,8 @@ Replayed<double> replayed(double now, std::function<double()> later);
 /// A position in a generator, from which `count` draws were just reserved. While captured, each replay adds
 /// how far the generator has moved since.
 Replayed<uint64_t> replayed_position(uint64_t position);
+/// In a captured step: what its kernels use stays alive as long as the graph. Else nothing.
+void keep_for_replays(std::shared_ptr<const void> what);
 
 // -------------------------------------------------------------------------------------- element types
 

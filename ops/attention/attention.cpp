@@ -58,6 +58,8 @@ Variable four_axes(const Variable& x) {
 
 void check_bias(const AttentionBias& bias, const AttentionProblem& problem) {
   const Tensor& value = bias.value().value();
+  check(value.device() == problem.q.device(), Error::Kind::Device, "[attention] a bias must be on ",
+        problem.q.device(), " as q, got ", value.device());
   if (bias.kind() == AttentionBias::Kind::alibi) {
     check(value.size(0) == problem.heads(), Error::Kind::Shape,
           "[attention] alibi needs one slope for each of ", problem.heads(), " heads, got ", value.size(0));
@@ -104,8 +106,10 @@ const AttentionBackend& choose(const AttentionProblem& problem, Backend wanted) 
     if (refusal.empty()) return backend;
     refusals += std::string(refusals.empty() ? "" : "; ") + name(backend.id) + ": " + refusal;
   }
-  fail(Error::Kind::Device, "[attention] no backend can run this: ",
-       refusals.empty() ? "none is allowed by the BackendScope" : refusals);
+  if (refusals.empty())
+    refusals = wanted == Backend::automatic ? "none is allowed by the BackendScope"
+                                            : name(wanted) + std::string(" is not in this build");
+  fail(Error::Kind::Device, "[attention] no backend can run this: ", refusals);
 }
 
 }  // namespace
@@ -118,14 +122,29 @@ const char* name(Backend backend) {
       return "reference";
     case Backend::cpu:
       return "cpu";
+    case Backend::cuda_simt:
+      return "cuda_simt";
+    case Backend::cuda_mma:
+      return "cuda_mma";
   }
   return "unknown";
 }
 
-const std::vector<AttentionBackend>& detail::attention_backends() {
-  static const std::vector<AttentionBackend> backends{cpu_attention};
+namespace {
+std::vector<AttentionBackend>& registered_backends() {
+  static std::vector<AttentionBackend> backends;
   return backends;
 }
+}  // namespace
+
+detail::RegisteredBackend::RegisteredBackend(const AttentionBackend& backend) {
+  auto& all = registered_backends();
+  const auto slower = std::find_if(all.begin(), all.end(),
+                                   [&](const AttentionBackend& other) { return other.id < backend.id; });
+  all.insert(slower, backend);
+}
+
+const std::vector<AttentionBackend>& detail::attention_backends() { return registered_backends(); }
 
 Tensor detail::empty_heads(int64_t batch, int64_t heads, int64_t tokens, int64_t width, DType dtype,
                            Device device) {
@@ -152,8 +171,17 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
   problem.mask.rule().check_shape({problem.queries(), problem.keys(), problem.batch()});
   std::vector<Variable> inputs{q, k, v};
   for (const AttentionBias& term : options.bias) {
-    problem.bias.push_back(term.kind() == AttentionBias::Kind::dense ? AttentionBias(four_axes(term.value()))
-                                                                     : term);
+    switch (term.kind()) {
+      case AttentionBias::Kind::dense:
+        problem.bias.emplace_back(four_axes(term.value()));
+        break;
+      case AttentionBias::Kind::alibi:
+        problem.bias.push_back(term.with(Variable(term.value().value().to(q.device()))));
+        break;
+      case AttentionBias::Kind::relative:
+        problem.bias.push_back(term);
+        break;
+    }
     check_bias(problem.bias.back(), problem);
     inputs.push_back(problem.bias.back().value());
   }

@@ -12,10 +12,11 @@
 
 namespace torus {
 
-/// Implementations. `automatic` takes the fastest that can run the problem.
+/// Implementations, from the slowest to the fastest of a device. `automatic` takes the fastest that can run
+/// the problem.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wshadow"  // GCC takes Backend::cpu for a shadow of torus::cpu
-enum class Backend { automatic, reference, cpu };
+enum class Backend { automatic, reference, cpu, cuda_simt, cuda_mma };
 #pragma GCC diagnostic pop
 const char* name(Backend backend);
 

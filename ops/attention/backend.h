@@ -26,7 +26,7 @@ struct AttentionDropout {
     return scaled >= 0xffffffffp0 ? 0xffffffffu : static_cast<uint32_t>(scaled);
   }
   /// The word of row q of matrix bh = b * H + h.
-  uint32_t row_word(int64_t bh, int64_t q) const {
+  constexpr uint32_t row_word(int64_t bh, int64_t q) const {
     const auto head = static_cast<uint64_t>(bh), row = static_cast<uint64_t>(q);
     return philox({static_cast<uint32_t>(row),
                    static_cast<uint32_t>(row >> 32) ^ static_cast<uint32_t>(head >> 32) << 16,
@@ -35,7 +35,7 @@ struct AttentionDropout {
   }
   /// Mixes key k into a row's word (the finalizer of MurmurHash3). Works on integers and on vectors of them.
   template <class Word>
-  static Word mix(Word row, Word key) {
+  static constexpr Word mix(Word row, Word key) {
     Word h = row ^ key * 0x9E3779B9u;
     h = (h ^ h >> 16) * 0x85EBCA6Bu;
     h = (h ^ h >> 13) * 0xC2B2AE35u;
@@ -79,10 +79,13 @@ struct AttentionBackend {
   void (*backward)(const AttentionProblem& problem, AttentionGradients& gradients);
 };
 
+/// Registers a backend at start-up: `const RegisteredBackend r{{Backend::cpu, refusal, forward, backward}};`.
+struct RegisteredBackend {
+  explicit RegisteredBackend(const AttentionBackend& backend);
+};
 /// The fused backends of this build, fastest first.
 const std::vector<AttentionBackend>& attention_backends();
 
-extern const AttentionBackend cpu_attention;
 /// The `reference` backend: ordinary ops that record themselves, on tensors of Nq x Nk.
 AttentionOutput reference_attention(const Variable& q, const Variable& k, const Variable& v,
                                     const AttentionProblem& problem);

@@ -43,7 +43,8 @@ class AttentionBias {
 /// (Shaw et al., 2018; Swin, 2021).
 AttentionBias relative_bias(Variable table, std::vector<int64_t> grid, std::vector<bool> wrapped = {});
 
-/// -slopes[h] * |k - q|, counted from the last query and key (Press et al., 2022). slopes [H]; no gradient.
+/// -slopes[h] * |k - q|, counted from the last query and key (Press et al., 2022). slopes [H], on any device
+/// (a step that is captured needs them on its own); no gradient.
 AttentionBias alibi(Tensor slopes);
 /// The slopes of that paper for H heads: 2^(-8 i / H), i = 1 ... H, where H is a power of two; else those of
 /// the next power below, and every second of the next above.

@@ -971,8 +971,8 @@ void backward(const AttentionProblem& problem, AttentionGradients& gradients) {
                     [&](auto zero) { Backward<decltype(zero)>(problem, gradients).run(); });
 }
 
-}  // namespace
+[[maybe_unused]] const RegisteredBackend registered{{Backend::cpu, refusal, forward, backward}};
 
-const AttentionBackend cpu_attention{Backend::cpu, refusal, forward, backward};
+}  // namespace
 
 }  // namespace torus::detail

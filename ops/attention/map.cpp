@@ -222,14 +222,15 @@ int64_t MaskMap::bytes() const {
   return static_cast<int64_t>(total);
 }
 
+// A program that asks for ever new lengths must not grow: maps that no kernel uses are dropped when many are
+// kept.
+static constexpr int64_t most_bytes = int64_t{256} << 20;
+
 std::shared_ptr<const MaskMap> MaskRule::map(MaskShape shape) const {
   check_shape(shape);
   if (!per_batch()) shape.batch = 0;
   if (!per_head()) shape.head = 0;
   std::lock_guard lock(mutex_);
-  // A program that asks for ever new lengths must not grow: maps that no kernel uses are dropped when many
-  // are kept.
-  constexpr int64_t most_bytes = int64_t{256} << 20;
   auto& found = maps_[{shape.queries, shape.keys, shape.batch, shape.head}];
   if (found) return found;
   const auto made = Builder(*this, shape).build();
@@ -242,6 +243,20 @@ std::shared_ptr<const MaskMap> MaskRule::map(MaskShape shape) const {
     found = made;
   }
   return made;
+}
+
+std::shared_ptr<const void> MaskRule::device_maps(const std::array<int64_t, 5>& key,
+                                                  const std::function<DeviceMaps()>& make) const {
+  {
+    std::lock_guard lock(mutex_);
+    if (const auto found = device_maps_.find(key); found != device_maps_.end()) return found->second.maps;
+  }
+  DeviceMaps made = make();  // asks for maps, so without the lock
+  std::lock_guard lock(mutex_);
+  int64_t total = made.bytes;
+  for (const auto& [other, maps] : device_maps_) total += maps.bytes;
+  if (total > most_bytes) device_maps_.clear();
+  return device_maps_.insert({key, std::move(made)}).first->second.maps;
 }
 
 }  // namespace torus::detail

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -110,9 +111,19 @@ class MaskRule {
   /// The map for this problem, built on first use.
   std::shared_ptr<const MaskMap> map(MaskShape shape) const;
 
+  /// The form in which a device keeps maps, and the memory that it holds.
+  struct DeviceMaps {
+    std::shared_ptr<const void> maps;
+    int64_t bytes;
+  };
+  /// What `make` made for this key on first use. Dropped as maps are.
+  std::shared_ptr<const void> device_maps(const std::array<int64_t, 5>& key,
+                                          const std::function<DeviceMaps()>& make) const;
+
  private:
   bool per_batch_, per_head_;
   mutable std::mutex mutex_;
+  mutable std::map<std::array<int64_t, 5>, DeviceMaps> device_maps_;
   mutable std::map<std::tuple<int64_t, int64_t, int64_t, int64_t>, std::shared_ptr<const MaskMap>> maps_;
 };
 
