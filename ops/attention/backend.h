@@ -17,7 +17,7 @@ struct AttentionDropout {
   float probability = 0;
   uint64_t seed = 0, position = 0;
 
-  bool active() const { return probability > 0; }
+  constexpr bool active() const { return probability > 0; }
   /// What kept weights are multiplied by.
   double keep_scale() const { return probability < 1 ? 1 / (1 - static_cast<double>(probability)) : 0; }
   /// A weight is kept where its mixed word is at least this.

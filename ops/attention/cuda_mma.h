@@ -1,0 +1,502 @@
+// Attention on tensor cores by mma.sync: the instructions, tiles of 16-bit rows in shared memory, the walk of a
+// block of threads over the map of a mask, and what is made of scores. For kernels; not installed.
+#pragma once
+
+#include "torus/core/cuda.h"
+#include "torus/ops/attention/backend.h"
+#include "torus/ops/attention/cuda_map.h"
+
+namespace torus::gpu::mma {
+
+using torus::detail::AttentionDropout;
+using torus::detail::AttentionProblem;
+using torus::detail::Side;
+using torus::detail::tile_size;
+using torus::detail::Visit;
+
+// ------------------------------------------------------------------------------------------- instructions
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+/// Four 8 x 8 matrices of 16 bits; lanes 8 i ... 8 i + 7 give the addresses of the rows of matrix i. Of each,
+/// a lane gets columns 2 (lane % 4) and the next of row lane / 4.
+__device__ inline void load_matrices(uint32_t (&to)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address));
+}
+/// The same of their transposes.
+__device__ inline void load_transposed(uint32_t (&to)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(address));
+}
+
+/// c += a b: 16 x 8 += 16 x 16 by 16 x 8. With g = lane / 4 and t = lane % 4 a lane holds of a: rows g and g + 8
+/// of columns 2 t and the next, then the same rows of columns 2 t + 8 and the next; of b: rows 2 t and the
+/// next, 2 t + 8 and the next, of column g; of c: columns 2 t and the next of row g, then of row g + 8.
+template <class T>
+__device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/// Copies 16 or 4 bytes to shared memory, or zeros where there is nothing to read, without waiting.
+__device__ inline void copy_16_async(uint32_t to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+__device__ inline void copy_4_async(uint32_t to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0)
+               : "memory");
+}
+/// Waits for the thread's own copies.
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+/// Two numbers as one word, `low` in the lower half.
+template <class T>
+__device__ inline uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 both = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(both);
+  } else {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(both);
+  }
+}
+
+__device__ inline float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// Keeps the compiler from computing what follows from x ahead of a loop: registers are scarcer than additions.
+__device__ inline void here(uint32_t& x) { asm volatile("" : "+r"(x)); }
+
+/// Over the four lanes that share rows of an accumulator.
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// ------------------------------------------------------------------------------------------ tiles of rows
+
+/// One tensor [B, H, N, D] by strides in elements.
+struct Operand {
+  void* data;
+  int64_t batch, head, row;
+  template <class T>
+  __device__ T* of(int64_t b, int64_t h) const {
+    return static_cast<T*>(data) + b * batch + h * head;
+  }
+};
+
+/// Where the chunk of 16 bytes that holds `column` lies in a tile of rows of `width` elements: chunks change
+/// places within a row, so that one column of 8 rows lies in different banks.
+template <int width>
+__device__ inline uint32_t offset_in_tile(int row, int column) {
+  return static_cast<uint32_t>(row * width * 2 + ((column / 8) ^ (row % 8)) * 16);
+}
+
+/// Addresses of a lane for the 16 x 16 blocks of a tile.
+template <int width>
+struct BlockAddress {
+  uint32_t row_start, place;
+  __device__ BlockAddress(const void* tile, int row, int column)
+      : row_start(shared_address(tile) + row * width * 2), place(((column / 8) ^ (row % 8)) * 16) {}
+  __device__ void computed_here() { here(place); }
+  /// `rows` further down (a multiple of 8) and `columns` further right (of 16).
+  __device__ uint32_t at(int rows, int columns) const {
+    return row_start + rows * width * 2 + (place ^ columns * 2);
+  }
+};
+/// For a left operand stored by rows, and (transposed) for a right one stored by its rows.
+template <int width>
+__device__ inline BlockAddress<width> down_first(const void* tile, int row, int lane) {
+  return {tile, row + lane % 16, lane / 16 * 8};
+}
+/// For a right operand stored by its columns.
+template <int width>
+__device__ inline BlockAddress<width> across_first(const void* tile, int row, int lane) {
+  return {tile, row + lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8};
+}
+
+/// Starts to fill a tile: row i is that of `token(i)`, or zeros where that is negative. Columns beyond
+/// `columns` are zeros. Without `packs`, rows may start anywhere and are read element by element, at once.
+template <class T, int width, int rows, int threads, class Token>
+__device__ inline void load_tile(char* tile, const T* head, int64_t stride, int columns, bool packs,
+                                 const Token& token) {
+  constexpr int chunks = width / 8;
+  static_assert(rows * chunks % threads == 0);
+  static_assert(threads % chunks == 0);
+  if (packs) {
+    uint32_t thread = threadIdx.x;
+    here(thread);
+    const int first = static_cast<int>(thread) / chunks, chunk = static_cast<int>(thread) % chunks;
+#pragma unroll
+    for (int n = 0; n < rows * chunks / threads; ++n) {
+      const int row = n * (threads / chunks) + first;
+      const int64_t t = token(row);
+      const bool there = t >= 0 && chunk * 8 < columns;
+      copy_16_async(shared_address(tile) + offset_in_tile<width>(row, chunk * 8),
+                    there ? head + t * stride + chunk * 8 : head, there);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < rows * chunks; i += threads) {
+    const int row = i / chunks, column = i % chunks * 8;
+    const int64_t t = token(row);
+    Pack<T> pack;
+    for (int e = 0; e < 8; ++e)
+      pack.at[e] = t >= 0 && column + e < columns ? head[t * stride + column + e] : T(0.0f);
+    *reinterpret_cast<Pack<T>*>(tile + offset_in_tile<width>(row, column)) = pack;
+  }
+}
+
+/// Writes 16 rows that a warp holds in accumulators, times a factor a row, through rows of a tile that no other
+/// warp uses. Row i goes to that of `token(i)`, or nowhere where that is negative.
+template <class T, int width, class Token>
+__device__ inline void store_rows(char* tile, int first_row, const float (&c)[width / 8][4],
+                                  const float (&factor)[2], T* head, int64_t stride, int columns, bool packs,
+                                  const Token& token) {
+  constexpr int chunks = width / 8;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < chunks; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = first_row + lane / 4 + 8 * h;
+      *reinterpret_cast<uint32_t*>(tile + offset_in_tile<width>(row, 8 * j) + lane % 4 * 4) =
+          pack<T>(c[j][2 * h] * factor[h], c[j][2 * h + 1] * factor[h]);
+    }
+  __syncwarp();
+#pragma unroll 1
+  for (int i = lane; i < 16 * chunks; i += 32) {
+    const int row = i / chunks, column = i % chunks * 8;
+    const int64_t t = token(row);
+    if (t < 0 || column >= columns) continue;
+    const auto pack = *reinterpret_cast<const Pack<T>*>(tile + offset_in_tile<width>(first_row + row, column));
+    T* const to = head + t * stride + column;
+    if (packs)
+      *reinterpret_cast<Pack<T>*>(to) = pack;
+    else
+      for (int e = 0; e < 8 && column + e < columns; ++e) to[e] = pack.at[e];
+  }
+}
+
+// ------------------------------------------------------------------------------------ the walk over a map
+
+/// The token that is row `row` of a tile, -1 if there is none.
+__device__ inline int64_t owner(const SideView& side, int64_t tile, int row) {
+  if (tile >= side.tiles) return -1;
+  if (!side.order_tokens) {
+    const int64_t token = tile * tile_size + row;
+    return token < side.owners ? token : -1;
+  }
+  const int64_t i = side.order_first[tile] + row;
+  return i < side.order_first[tile + 1] ? side.order_tokens[i] : -1;
+}
+
+/// Up to 64 others that are visited at once.
+struct Block {
+  const int32_t* list;      // their tokens; null: `first` and those after it
+  const uint32_t* bits[2];  // for each tile of owners; null: every pair is allowed
+  bool visits[2];           // whether the tile visits this block at all
+  int32_t first, count;
+  int32_t member;  // which of the heads that a block of threads goes through
+  /// Token of other i, -1 beyond them.
+  __device__ int32_t token(int i) const { return i >= count ? -1 : list ? list[i] : first + i; }
+};
+
+/// A side of the map of one head.
+struct MapSide {
+  const SideView* side;
+  const uint32_t* fragments;
+};
+
+/// What a block of threads visits, in shared memory: one thread writes some blocks ahead. With two tiles of
+/// owners (then nothing gathers) their visits are merged: what both visit from one token on, they visit
+/// together.
+template <int tiles>
+class Walk {
+ public:
+  static constexpr int capacity = 16, at_once = 4;
+
+  /// By one thread. `side_of(member)` is the map's side for each of the heads that are gone through.
+  template <class Sides>
+  __device__ void start(const Sides& side_of, int64_t tile, int members) {
+    filled = 0, member_ = 0, members_ = members;
+    Cursor cursors[tiles];
+    begin(cursors, side_of(0), tile);
+    save(cursors);
+    fill(side_of, tile);
+  }
+
+  /// By one thread: writes up to `at_once` further blocks.
+  template <class Sides>
+  __device__ void fill(const Sides& side_of, int64_t tile) {
+    int made = filled, member = member_;
+    Cursor cursors[tiles];
+#pragma unroll
+    for (int i = 0; i < tiles; ++i) cursors[i] = saved_[i];
+    for (const int until = made + at_once; made < until && member < members_;) {
+      const MapSide map = side_of(member);
+      Block& block = blocks_[made % capacity];
+      block.member = member;
+      if (next(cursors, map, block))
+        ++made;
+      else if (++member < members_)
+        begin(cursors, side_of(member), tile);
+    }
+    save(cursors);
+    member_ = member;
+    filled = made;
+  }
+
+  __device__ const Block& operator[](int i) const { return blocks_[i % capacity]; }
+
+  int filled;  // blocks written so far; more will follow only if this is a multiple of `at_once`
+
+ private:
+  // What is left of a tile's visits: the rest of one, and those after it.
+  struct Cursor {
+    const Visit *next, *end;
+    int64_t first, left, atoms;
+    Visit::Kind kind;
+
+    __device__ bool at_visit() {
+      while (left == 0) {
+        if (next == end) return false;
+        first = next->first, left = next->count, atoms = next->atoms, kind = next->kind;
+        ++next;
+      }
+      return true;
+    }
+    __device__ int32_t count() const { return static_cast<int32_t>(left < tile_size ? left : tile_size); }
+    __device__ bool whole() const { return kind == Visit::Kind::interval; }
+  };
+
+  __device__ static void begin(Cursor (&cursors)[tiles], const MapSide& map, int64_t tile) {
+#pragma unroll
+    for (int i = 0; i < tiles; ++i) {
+      const int64_t t = tile * tiles + i;
+      const Visit* const visits = map.side->visits;
+      const bool there = t < map.side->tiles;
+      cursors[i] = {there ? visits + map.side->first_visit[t] : visits,
+                    there ? visits + map.side->first_visit[t + 1] : visits, 0, 0, 0, Visit::Kind::interval};
+    }
+  }
+
+  __device__ void save(const Cursor (&cursors)[tiles]) {
+#pragma unroll
+    for (int i = 0; i < tiles; ++i) saved_[i] = cursors[i];
+  }
+
+  __device__ static void take(int i, Cursor& cursor, int32_t count, const MapSide& map, Block& block) {
+    const bool gathers = cursor.kind == Visit::Kind::gather;
+    block.list = gathers ? map.side->lists + cursor.first : nullptr;
+    block.first = gathers ? 0 : static_cast<int32_t>(cursor.first);
+    block.count = count;
+    block.visits[i] = true;
+    block.bits[i] = nullptr;
+    if (!cursor.whole()) {
+      const int32_t id = map.side->atom_ids[cursor.atoms++];
+      if (id >= 0) block.bits[i] = map.fragments + int64_t{128} * id;
+    }
+    cursor.first += count, cursor.left -= count;
+  }
+
+  __device__ static bool next(Cursor (&cursors)[tiles], const MapSide& map, Block& block) {
+    block.visits[0] = block.visits[1] = false;
+    if constexpr (tiles == 1) {
+      if (!cursors[0].at_visit()) return false;
+      take(0, cursors[0], cursors[0].count(), map, block);
+      return true;
+    } else {
+      Cursor &a = cursors[0], &b = cursors[1];
+      const bool has_a = a.at_visit(), has_b = b.at_visit();
+      if (!has_a && !has_b) return false;
+      // Intervals can be cut anywhere, runs cannot: their bits are of 64 tokens.
+      if (has_a && has_b && a.first == b.first) {
+        const int32_t in_a = a.count(), in_b = b.count();
+        const int32_t count = a.whole() && b.whole() ? min(in_a, in_b) : a.whole() ? in_b : in_a;
+        if (a.whole() ? in_a >= count : b.whole() ? in_b >= count : in_a == in_b) {
+          take(0, a, count, map, block);
+          take(1, b, count, map, block);
+          return true;
+        }
+      }
+      const bool first = !has_b || (has_a && (a.first < b.first || (a.first == b.first && !a.whole())));
+      if (first)
+        take(0, a, cut(a, b, has_b), map, block);
+      else
+        take(1, b, cut(b, a, has_a), map, block);
+      return true;
+    }
+  }
+
+  // How much of `mine` comes before the other begins, if it can be cut.
+  __device__ static int32_t cut(const Cursor& mine, const Cursor& other, bool has_other) {
+    const int32_t count = mine.count();
+    const int64_t before = other.first - mine.first;
+    return has_other && mine.whole() && before > 0 && before < count ? static_cast<int32_t>(before) : count;
+  }
+
+  Block blocks_[capacity];
+  int member_, members_;
+  Cursor saved_[tiles];
+};
+
+/// Word of the bits of an accumulator (8 j + 2 t + c, t = lane % 4) whose column is below `count`.
+__device__ inline uint32_t columns_below(int count, int lane) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int left = count - 8 * j - lane % 4 * 2;
+    word |= (left > 1 ? 0xfu : left == 1 ? 0x5u : 0u) << 4 * j;
+  }
+  return word;
+}
+
+/// Which of a lane's pairs in 16 rows are allowed: bit 4 j + e is element e of accumulator j.
+__device__ inline uint32_t allowed_pairs(const Block& block, int tile, int rows_of_16, int lane) {
+  const uint32_t* const bits = block.bits[tile];
+  const uint32_t word = bits ? bits[32 * rows_of_16 + lane] : ~0u;
+  return block.count < tile_size ? word & columns_below(block.count, lane) : word;
+}
+
+// ---------------------------------------------------------------------------------------- blocks of a grid
+
+/// Which tile and which matrix (of a batch element and a head) a block of threads takes. Some matrices at a time,
+/// whose operands fit the cache together; of these, the tiles that take longest first.
+struct Schedule {
+  int64_t tiles, matrices, section;
+  bool last_first;
+
+  Schedule(int64_t tile_count, int64_t matrix_count, int64_t bytes_of_matrix, bool from_last)
+      : tiles(tile_count), matrices(matrix_count), last_first(from_last) {
+    constexpr int64_t cache = int64_t{24} << 20;
+    section = std::clamp<int64_t>(cache / std::max<int64_t>(bytes_of_matrix, 1), 1,
+                                  std::max<int64_t>(matrices, 1));
+  }
+  __device__ void find(int64_t index, int64_t& tile, int64_t& matrix) const {
+    const int64_t number = index / (tiles * section), rest = index % (tiles * section);
+    const int64_t size = min(section, matrices - number * section);
+    tile = last_first ? tiles - 1 - rest / size : rest / size;
+    matrix = number * section + rest % size;
+  }
+};
+
+// ----------------------------------------------------------------------------------------------- scores
+
+inline constexpr int max_terms = 4;
+
+/// One term added to scores.
+struct BiasTerm {
+  torus::AttentionBias::Kind kind;
+  const void* data;  // elements of q's type; alibi: f32
+  int64_t step[4];   // dense: by b, h, q and k; else step[1] by head
+  int axes;          // relative
+  int32_t length[torus::max_grid_axes], size[torus::max_grid_axes];
+  bool wrapped[torus::max_grid_axes];
+  void* gradient;  // dense: of step `gradient_step`; null: not wanted
+  int64_t gradient_step[4];
+};
+
+/// From q.k to the score.
+struct ScoreArguments {
+  float scale, softcap;
+  int64_t shift;  // alibi: query q is level with key q + shift
+  int terms;
+  BiasTerm term[max_terms];
+  AttentionDropout dropout;
+  Replayed<uint64_t> position;
+  float keep_scale;
+  uint32_t threshold;
+
+  __device__ AttentionDropout drawn() const { return {dropout.probability, dropout.seed, position.get()}; }
+};
+
+/// Its place in a table of relative biases, without the head.
+__device__ inline int64_t table_place(const BiasTerm& term, uint32_t q, uint32_t k) {
+  int64_t place = 0, step = 1;
+  for (int a = term.axes - 1; a >= 0; --a) {
+    const int32_t length = term.length[a], size = term.size[a];
+    const uint32_t l = static_cast<uint32_t>(length), next_q = q / l, next_k = k / l;
+    int32_t offset = static_cast<int32_t>(k - next_k * l) - static_cast<int32_t>(q - next_q * l);
+    if (term.wrapped[a]) {
+      if (offset < 0) offset += length;
+      if (offset > (length - 1) / 2) offset -= length;
+    }
+    place += (min(max(offset, -(size / 2)), size / 2) + size / 2) * step;
+    step *= size, q = next_q, k = next_k;
+  }
+  return place;
+}
+
+/// Products q.k of 16 rows by 64 columns become scores: softcap(scale * q.k) + bias. `slope`: the derivative of
+/// softcap, two a word of f16. `query(i, h)` and `key(i, h)` are tokens of column 8 (i / 2) + 2 (lane % 4) + i %
+/// 2 and row lane / 4 + 8 h.
+template <class T, class QueryOf, class KeyOf>
+__device__ inline void finish_scores(float (&s)[8][4], uint32_t (&slope)[8][2], const ScoreArguments& a,
+                                     int64_t b, int64_t h, const QueryOf& query, const KeyOf& key) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[j][e] *= a.scale;
+  if (a.softcap > 0) {
+    const float inverse = 1 / a.softcap;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float t0 = tanhf(s[j][2 * half] * inverse), t1 = tanhf(s[j][2 * half + 1] * inverse);
+        s[j][2 * half] = a.softcap * t0, s[j][2 * half + 1] = a.softcap * t1;
+        slope[j][half] = pack<__half>(1 - t0 * t0, 1 - t1 * t1);
+      }
+  }
+  for (int n = 0; n < a.terms; ++n) {
+    const BiasTerm& term = a.term[n];
+    if (term.kind == torus::AttentionBias::Kind::alibi) {
+      const float by = static_cast<const float*>(term.data)[h];
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int64_t distance = key(2 * j + e % 2, e / 2) - query(2 * j + e % 2, e / 2) - a.shift;
+          s[j][e] -= by * static_cast<float>(distance < 0 ? -distance : distance);
+        }
+      continue;
+    }
+    const bool dense = term.kind == torus::AttentionBias::Kind::dense;
+    const T* const from = static_cast<const T*>(term.data) + (dense ? b * term.step[0] : 0) + h * term.step[1];
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int64_t q = query(2 * j + e % 2, e / 2), k = key(2 * j + e % 2, e / 2);
+        if (q < 0 || k < 0) continue;
+        s[j][e] += widen(from[dense ? q * term.step[2] + k * term.step[3]
+                                    : table_place(term, static_cast<uint32_t>(q), static_cast<uint32_t>(k))]);
+      }
+  }
+}
+
+}  // namespace torus::gpu::mma
