@@ -1,0 +1,445 @@
+// Backward of attention on tensor cores. Keys own blocks of threads for dK and dV, then queries for dQ: each
+// recomputes scores, so every sum has one owner and one order, whatever the map. A warp holds 16 owners by 64
+// others in registers, from which weights and their gradients go into the second products.
+#include <limits>
+
+#include "torus/ops/attention/cuda_mma.h"
+#include "torus/ops/attention/cuda_mma_host.h"
+
+namespace torus::gpu::mma {
+
+namespace {
+
+constexpr int threads = 128;
+constexpr float infinity = std::numeric_limits<float>::infinity();
+constexpr float log2_e = 1.44269504088896341f;
+
+// ------------------------------------------------------------------------------------------ numbers a row
+
+// What backward needs of each query row: lse in units of log 2 (infinity where there is no key, so that weights are
+// 0), delta = rowsum(dO * O) - dLSE, and the word of its dropout.
+struct RowNumbers {
+  float *lse, *delta;
+  uint32_t* word;  // null: no dropout
+};
+
+struct RowArguments {
+  Operand out, d_out;
+  const float *lse, *d_lse;      // d_lse: null if there is none
+  int64_t d_lse_step[3];
+  int64_t rows, heads, queries;  // rows: of all matrices
+  int value_width;
+  bool packs;
+  AttentionDropout dropout;
+  Replayed<uint64_t> position;
+};
+
+// Eight lanes a row.
+template <class T>
+__global__ void __launch_bounds__(256) prepare_rows(const __grid_constant__ RowArguments a, RowNumbers to) {
+  const int part = static_cast<int>(threadIdx.x) % 8;
+  const int64_t step = int64_t{gridDim.x} * 32;
+  for (int64_t first = int64_t{blockIdx.x} * 32; first < a.rows; first += step) {
+    const int64_t row = first + threadIdx.x / 8;
+    if (row - row % 4 >= a.rows) continue;  // whole warps go on
+    const int64_t valid = min(row, a.rows - 1), matrix = valid / a.queries, query = valid % a.queries;
+    const int64_t b = matrix / a.heads, h = matrix % a.heads;
+    const T* const out = a.out.of<const T>(b, h) + query * a.out.row;
+    const T* const d_out = a.d_out.of<const T>(b, h) + query * a.d_out.row;
+    float sum = 0;
+    for (int d = 8 * part; d < a.value_width; d += 64) {
+      if (a.packs) {
+        const auto x = *reinterpret_cast<const Pack<T>*>(out + d);
+        const auto y = *reinterpret_cast<const Pack<T>*>(d_out + d);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sum += widen(x.at[e]) * widen(y.at[e]);
+      } else {
+        for (int e = d; e < d + 8 && e < a.value_width; ++e) sum += widen(out[e]) * widen(d_out[e]);
+      }
+    }
+#pragma unroll
+    for (int lanes = 4; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    if (part != 0 || row >= a.rows) continue;
+    if (a.d_lse) sum -= a.d_lse[b * a.d_lse_step[0] + h * a.d_lse_step[1] + query * a.d_lse_step[2]];
+    const bool no_key = a.lse[row] == -infinity;
+    to.lse[row] = no_key ? infinity : a.lse[row] * log2_e;
+    to.delta[row] = no_key ? 0 : sum;
+    if (to.word)
+      to.word[row] = AttentionDropout{a.dropout.probability, a.dropout.seed, a.position.get()}.row_word(matrix, query);
+  }
+}
+
+// --------------------------------------------------------------------------------------------- gradients
+
+struct BackwardArguments {
+  Operand q, k, v, d_out;
+  Operand dq, dk, dv;  // data null: not wanted
+  RowNumbers rows;
+  int64_t heads, kv_heads, queries;
+  int width, value_width;
+  bool packs, packs_out;
+  ScoreArguments scores;
+  MapTable maps;
+  Schedule schedule;
+};
+
+// Queries and output gradients (or keys and values) are read one block ahead, if the shared memory suffices.
+template <int width>
+constexpr int stages = width <= 128 ? 2 : 1;
+template <int width>
+constexpr size_t backward_memory = size_t{64} * width * 2 * (2 + 2 * stages<width>);
+
+// Owners x (keys: k, v; queries: q, dO) and others y. Keys: dK if `of_scores`, dV if `of_weights`. Queries: dQ.
+template <class T, int width, Side owners, bool of_scores, bool of_weights, bool general>
+__global__ void __launch_bounds__(threads) backward(const __grid_constant__ BackwardArguments a) {
+  static_assert(owners == Side::key || (of_scores && !of_weights));
+  constexpr bool keys_own = owners == Side::key;
+  constexpr bool keep_x = width == 64;  // in registers
+  extern __shared__ __align__(128) char memory[];
+  __shared__ Walk<1> walk;
+  __shared__ int32_t tokens[3][tile_size];
+  __shared__ __align__(8) float other_rows[2][3][tile_size];  // lse, delta, word of queries that are others
+  constexpr int tile_bytes = 64 * width * 2;
+  char* const x1_tile = memory;
+  char* const x2_tile = x1_tile + tile_bytes;
+  char* const y_tiles = x2_tile + tile_bytes;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+
+  int64_t tile, matrix;
+  a.schedule.find(blockIdx.x, tile, matrix);
+  const int64_t group = a.heads / a.kv_heads, own_heads = keys_own ? a.kv_heads : a.heads;
+  const int64_t b = matrix / own_heads, own_head = matrix % own_heads;
+  const int64_t first_head = keys_own ? own_head * group : own_head;  // of the query heads gone through
+  const auto side_of = [&](int member) {
+    const MapView& map = a.maps.of(b, first_head + member);
+    return MapSide{keys_own ? &map.key : &map.query, map.fragments};
+  };
+  const SideView& side = *side_of(0).side;
+  if (tile >= side.tiles) return;
+  if (thread == 0) walk.start(side_of, tile, keys_own ? static_cast<int>(group) : 1);
+
+  const Operand &x1 = keys_own ? a.k : a.q, &x2 = keys_own ? a.v : a.d_out;
+  const Operand &y1 = keys_own ? a.q : a.k, &y2 = keys_own ? a.d_out : a.v;
+  const auto own_token = [&](int row) { return owner(side, tile, row); };
+  load_tile<T, width, 64, threads>(x1_tile, x1.of<const T>(b, own_head), x1.row, a.width, a.packs, own_token);
+  load_tile<T, width, 64, threads>(x2_tile, x2.of<const T>(b, own_head), x2.row, a.value_width, a.packs,
+                                   own_token);
+
+  float s[8][4], dp[8][4];
+  float d_x1[of_scores ? width / 8 : 1][4] = {}, d_x2[of_weights ? width / 8 : 1][4] = {};
+  uint32_t x1_kept[keep_x ? width / 16 : 1][4], x2_kept[keep_x ? width / 16 : 1][4];
+  [[maybe_unused]] auto x1_block = down_first<width>(x1_tile, 16 * warp, lane);
+  [[maybe_unused]] auto x2_block = down_first<width>(x2_tile, 16 * warp, lane);
+  const float to_log2 = (general ? 1 : a.scores.scale) * log2_e;
+
+  // Of the lane's rows: their tokens, and, where these are queries, their numbers.
+  int64_t own_tokens[2];
+  [[maybe_unused]] float own_lse[2] = {}, own_delta[2] = {};
+  [[maybe_unused]] uint32_t own_word[2] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    own_tokens[half] = own_token(16 * warp + lane / 4 + 8 * half);
+    if (!keys_own && own_tokens[half] >= 0) {
+      const int64_t row = matrix * a.queries + own_tokens[half];
+      own_lse[half] = a.rows.lse[row];
+      own_delta[half] = a.rows.delta[row];
+      if (general && a.rows.word) own_word[half] = a.rows.word[row];
+    }
+  }
+
+  const auto load = [&](int i) {
+    const int stage = stages<width> == 2 ? i % 2 : 0;
+    const int64_t h = keys_own ? first_head + walk[i].member : own_head / group;
+    const int32_t* const at = tokens[i % 3];
+    const auto token = [&](int row) { return int64_t{at[row]}; };
+    char* const y1_tile = y_tiles + stage * tile_bytes;
+    load_tile<T, width, 64, threads>(y1_tile, y1.of<const T>(b, h), y1.row, a.width, a.packs, token);
+    load_tile<T, width, 64, threads>(y1_tile + stages<width> * tile_bytes, y2.of<const T>(b, h), y2.row,
+                                     a.value_width, a.packs, token);
+    if (keys_own && thread < tile_size) {
+      const bool there = at[thread] >= 0;
+      const int64_t row = there ? (b * a.heads + h) * a.queries + at[thread] : 0;
+      copy_4_async(shared_address(&other_rows[stage][0][thread]), a.rows.lse + row, there);
+      copy_4_async(shared_address(&other_rows[stage][1][thread]), a.rows.delta + row, there);
+      if (general && a.rows.word)
+        copy_4_async(shared_address(&other_rows[stage][2][thread]), a.rows.word + row, there);
+    }
+  };
+
+  wait_for_copies();
+  __syncthreads();
+  if constexpr (keep_x)
+#pragma unroll
+    for (int kk = 0; kk < width / 16; ++kk) {
+      load_matrices(x1_kept[kk], x1_block.at(0, 16 * kk));
+      load_matrices(x2_kept[kk], x2_block.at(0, 16 * kk));
+    }
+  if (thread < tile_size)
+    for (int i = 0; i < 2 && i < walk.filled; ++i) tokens[i][thread] = walk[i].token(thread);
+  __syncthreads();
+  if (walk.filled > 0) load(0);
+
+  for (int i = 0; i < walk.filled; ++i) {
+    wait_for_copies();
+    __syncthreads();  // block i is there, all before is done with
+    const Block& block = walk[i];
+    const int stage = stages<width> == 2 ? i % 2 : 0;
+    if (i % walk.at_once == 0 && thread == 0) walk.fill(side_of, tile);
+    if (stages<width> == 2 && i + 1 < walk.filled) load(i + 1);
+    int32_t later_token = -1;
+    if (thread < tile_size && i + 2 < walk.filled) later_token = walk[i + 2].token(thread);
+
+    const char* const y1_tile = y_tiles + stage * tile_bytes;
+    const char* const y2_tile = y1_tile + stages<width> * tile_bytes;
+    const uint32_t allowed = allowed_pairs(block, 0, warp, lane);
+    x1_block.computed_here(), x2_block.computed_here();
+
+    // Products of x1 and y1, and of x2 and y2: scores and gradients of weights.
+    const auto multiply_across = [&](float(&c)[8][4], auto& x_kept, const auto& x_block, const char* y_tile) {
+      auto y_block = across_first<width>(y_tile, 0, lane);
+      y_block.computed_here();
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c[j][e] = 0;
+#pragma unroll
+      for (int kk = 0; kk < width / 16; ++kk) {
+        uint32_t x[4];
+        if constexpr (keep_x)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x[e] = x_kept[kk][e];
+        else
+          load_matrices(x, x_block.at(0, 16 * kk));
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+          uint32_t y[4];
+          load_matrices(y, y_block.at(8 * j, 16 * kk));
+          multiply_add<T>(c[j], x, y[0], y[1]);
+          multiply_add<T>(c[j + 1], x, y[2], y[3]);
+        }
+      }
+    };
+    multiply_across(s, x1_kept, x1_block, y1_tile);
+    if constexpr (of_scores) multiply_across(dp, x2_kept, x2_block, y2_tile);
+
+    [[maybe_unused]] uint32_t slope[8][2];
+    const auto column_token = [&](int column) -> int64_t {
+      return tokens[i % 3][8 * (column / 2) + lane % 4 * 2 + column % 2];
+    };
+    const auto query = [&](int column, int half) { return keys_own ? column_token(column) : own_tokens[half]; };
+    const auto key = [&](int column, int half) { return keys_own ? own_tokens[half] : column_token(column); };
+    [[maybe_unused]] const int64_t query_head = keys_own ? first_head + block.member : own_head;
+    if constexpr (general) finish_scores<T>(s, slope, a.scores, b, query_head, query, key);
+
+    // s becomes the dropped weights, dp the gradient of scores.
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float2 lse, delta;
+      if constexpr (keys_own) {
+        lse = *reinterpret_cast<const float2*>(&other_rows[stage][0][8 * j + lane % 4 * 2]);
+        delta = *reinterpret_cast<const float2*>(&other_rows[stage][1][8 * j + lane % 4 * 2]);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float row_lse = keys_own ? (e % 2 ? lse.y : lse.x) : own_lse[e / 2];
+        const float row_delta = keys_own ? (e % 2 ? delta.y : delta.x) : own_delta[e / 2];
+        const float weight = exp2_approx(fmaf(s[j][e], to_log2, -row_lse));
+        float factor = 1;
+        if constexpr (general)
+          if (a.rows.word) {
+            const int column = 2 * j + e % 2;
+            const uint32_t word = keys_own
+                                      ? __float_as_uint(other_rows[stage][2][8 * j + lane % 4 * 2 + e % 2])
+                                      : own_word[e / 2];
+            const bool kept =
+                AttentionDropout::mix(word, static_cast<uint32_t>(key(column, e / 2))) >= a.scores.threshold;
+            factor = kept ? a.scores.keep_scale : 0;
+          }
+        s[j][e] = weight * factor;
+        if constexpr (of_scores) dp[j][e] = weight * (dp[j][e] * factor - row_delta);
+      }
+    }
+    if (__any_sync(0xffffffffu, allowed != ~0u)) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (!(allowed >> (4 * j + e) & 1)) {
+            s[j][e] = 0;
+            if constexpr (of_scores) dp[j][e] = 0;
+          }
+    }
+    if constexpr (general && of_scores) {
+      if constexpr (!keys_own)
+        for (int n = 0; n < a.scores.terms; ++n) {
+          const BiasTerm& term = a.scores.term[n];
+          if (!term.gradient) continue;
+          T* const to = static_cast<T*>(term.gradient) + b * term.gradient_step[0] + query_head * term.gradient_step[1];
+#pragma unroll
+          for (int j = 0; j < 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+              if (own_tokens[e / 2] >= 0 && allowed >> (4 * j + e) & 1)
+                to[own_tokens[e / 2] * term.gradient_step[2] + column_token(2 * j + e % 2) * term.gradient_step[3]] =
+                    narrow<T>(dp[j][e]);
+        }
+      if (a.scores.softcap > 0)
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float2 by = __half22float2(reinterpret_cast<const __half2&>(slope[j][half]));
+            dp[j][2 * half] *= by.x, dp[j][2 * half + 1] *= by.y;
+          }
+    }
+
+    // The second products: what was computed of 16 owners by 64 others, times rows of others.
+    const auto multiply_down = [&](auto& c, const float(&left)[8][4], const char* y_tile) {
+      auto y_block = down_first<width>(y_tile, 0, lane);
+      y_block.computed_here();
+#pragma unroll
+      for (int kk = 0; kk < 4; ++kk) {
+        uint32_t x[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          x[e] = pack<T>(left[2 * kk + e / 2][e % 2 * 2], left[2 * kk + e / 2][e % 2 * 2 + 1]);
+#pragma unroll
+        for (int j = 0; j < width / 8; j += 2) {
+          uint32_t y[4];
+          load_transposed(y, y_block.at(16 * kk, 8 * j));
+          multiply_add<T>(c[j], x, y[0], y[1]);
+          multiply_add<T>(c[j + 1], x, y[2], y[3]);
+        }
+      }
+    };
+    if constexpr (of_weights) multiply_down(d_x2, s, y2_tile);
+    if constexpr (of_scores) multiply_down(d_x1, dp, y1_tile);
+
+    if (thread < tile_size) tokens[(i + 2) % 3][thread] = later_token;
+    if constexpr (stages<width> == 1) {
+      __syncthreads();
+      if (i + 1 < walk.filled) load(i + 1);
+    }
+  }
+
+  const auto warp_token = [&](int row) { return owner(side, tile, 16 * warp + row); };
+  if constexpr (of_scores) {
+    const Operand& to = keys_own ? a.dk : a.dq;
+    const float factor[2] = {a.scores.scale, a.scores.scale};
+    if (to.data)
+      store_rows<T, width>(x1_tile, 16 * warp, d_x1, factor, to.of<T>(b, own_head), to.row, a.width, a.packs_out,
+                           warp_token);
+  }
+  if constexpr (of_weights) {
+    const float factor[2] = {1, 1};
+    if (a.dv.data)
+      store_rows<T, width>(x2_tile, 16 * warp, d_x2, factor, a.dv.of<T>(b, own_head), a.dv.row, a.value_width,
+                           a.packs_out, warp_token);
+  }
+}
+
+template <class T, int width, Side owners, bool of_scores, bool of_weights>
+void launch(const BackwardArguments& arguments, bool general, cudaStream_t stream) {
+  const auto kernel = general ? backward<T, width, owners, of_scores, of_weights, true>
+                              : backward<T, width, owners, of_scores, of_weights, false>;
+  constexpr size_t bytes = backward_memory<width>;
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
+  const int64_t blocks = arguments.schedule.tiles * arguments.schedule.matrices;
+  kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(arguments);
+  check_launch("attention.backward");
+}
+
+}  // namespace
+
+size_t shared_memory(int padded_width) {
+  return padded_width == 64 ? backward_memory<64> : padded_width == 128 ? backward_memory<128> : backward_memory<256>;
+}
+
+void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& g) {
+  for (Tensor& d_bias : g.d_bias)
+    if (d_bias.defined()) d_bias.fill_(0);  // of pairs that nobody visits
+  if (p.batch() * p.heads() * p.queries() * p.keys() == 0) {
+    for (Tensor* x : {&g.dq, &g.dk, &g.dv})
+      if (x->defined()) x->fill_(0);
+    return;
+  }
+  const Device device = p.q.device();
+  const cudaStream_t stream = stream_of(device);
+  Tensor d_out = g.d_out;
+  if (!d_out.defined())
+    d_out = torus::detail::empty_heads(p.batch(), p.heads(), p.queries(), p.value_width(), p.q.dtype(), device)
+                .fill_(0);
+  const HostScores scores(p, g.d_bias);
+  const MapTable maps = map_table(p);
+  Tensor row_lse = Tensor::empty(g.lse.shape(), f32, device), row_delta = Tensor::empty(g.lse.shape(), f32, device);
+  Tensor row_word = p.dropout.active() ? Tensor::empty(g.lse.shape(), i32, device) : Tensor();
+  const RowNumbers rows{row_lse.mutable_data<float>(), row_delta.mutable_data<float>(),
+                        row_word.defined() ? reinterpret_cast<uint32_t*>(row_word.mutable_data<int32_t>()) : nullptr};
+
+  RowArguments of_rows{operand(g.out),
+                       operand(d_out),
+                       g.lse.data<float>(),
+                       nullptr,
+                       {},
+                       g.lse.numel(),
+                       p.heads(),
+                       p.queries(),
+                       static_cast<int>(p.value_width()),
+                       packs(g.out) && packs(d_out),
+                       p.dropout,
+                       scores.arguments.position};
+  if (g.d_lse.defined()) {
+    of_rows.d_lse = g.d_lse.data<float>();
+    for (int axis = 0; axis < 3; ++axis) of_rows.d_lse_step[axis] = g.d_lse.strides()[axis];
+  }
+
+  const auto result = [](Tensor& x) { return x.defined() ? operand(x) : Operand{}; };
+  const auto arguments = [&](Side side) {
+    const bool keys_own = side == Side::key;
+    const int64_t others = keys_own ? p.queries() : p.keys();
+    const int64_t bytes = others * (p.width() + p.value_width()) * 2;
+    const int64_t group = p.heads() / p.kv_heads();
+    return BackwardArguments{
+        operand(p.q),
+        operand(p.k),
+        operand(p.v),
+        operand(d_out),
+        result(g.dq),
+        result(g.dk),
+        result(g.dv),
+        rows,
+        p.heads(),
+        p.kv_heads(),
+        p.queries(),
+        static_cast<int>(p.width()),
+        static_cast<int>(p.value_width()),
+        packs(p.q) && packs(p.k) && packs(p.v) && packs(d_out),
+        (!g.dq.defined() || packs(g.dq)) && (!g.dk.defined() || packs(g.dk)) && (!g.dv.defined() || packs(g.dv)),
+        scores.arguments,
+        maps,
+        keys_own ? Schedule(maps.key_tiles, p.batch() * p.kv_heads(), bytes * group, false)
+                 : Schedule(maps.query_tiles, p.batch() * p.heads(), bytes / group, true)};
+  };
+  bool wants_queries = g.dq.defined();
+  for (const Tensor& d_bias : g.d_bias) wants_queries |= d_bias.defined();
+
+  dispatch_16_bit(p.q.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    prepare_rows<T><<<blocks_for(of_rows.rows, 32), 256, 0, stream>>>(of_rows, rows);
+    check_launch("attention.backward");
+    dispatch_width(padded_width(p), [&](auto width) {
+      constexpr int w = decltype(width)::value;
+      if constexpr (w <= 128) {
+        if (g.dk.defined() || g.dv.defined())
+          launch<T, w, Side::key, true, true>(arguments(Side::key), scores.general, stream);
+      } else {  // registers hold one of the two
+        if (g.dk.defined()) launch<T, w, Side::key, true, false>(arguments(Side::key), scores.general, stream);
+        if (g.dv.defined()) launch<T, w, Side::key, false, true>(arguments(Side::key), scores.general, stream);
+      }
+      if (wants_queries)
+        launch<T, w, Side::query, true, false>(arguments(Side::query), scores.general, stream);
+    });
+  });
+}
+
+}  // namespace torus::gpu::mma
