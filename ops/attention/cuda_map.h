@@ -43,4 +43,9 @@ struct MapTable {
 /// uses stays alive with the graph.
 MapTable map_table(const torus::detail::AttentionProblem& problem);
 
+/// Fills those gradients of biases that are wanted: what a backend whose kernels do not make them calls last.
+/// Any dtype, kind and broadcast, in ordinary arithmetic; the same bits each time.
+void bias_gradients(const torus::detail::AttentionProblem& problem,
+                    torus::detail::AttentionGradients& gradients);
+
 }  // namespace torus::gpu

@@ -798,7 +798,7 @@ Heads<T> write_heads(Tensor& x) {
 template <class T>
 Arguments<T> arguments(const AttentionProblem& p, std::vector<Tensor>& kept) {
   using C = compute<T>;
-  Arguments<T> a{};
+  Arguments<T> a = {};
   a.maps = map_table(p);
   a.q = read_heads<T>(p.q), a.k = read_heads<T>(p.k), a.v = read_heads<T>(p.v);
   a.batch = p.batch(), a.heads = p.heads(), a.group = p.heads() / p.kv_heads();
@@ -862,7 +862,7 @@ void forward(const AttentionProblem& problem, Tensor& out, Tensor& lse) {
 }
 
 template <class T>
-void dense_gradient(const Arguments<T>& a, bool one_map, Tensor& gradient, cudaStream_t stream) {
+void dense_gradient(const Arguments<T>& a, Tensor& gradient, cudaStream_t stream) {
   using C = compute<T>;
   DenseGradient<T> g{gradient.size(0), gradient.size(1), gradient.size(2), nullptr, nullptr, 1};
   const bool shared = (g.batch == 1 && a.batch > 1) || (g.heads == 1 && a.heads > 1);
@@ -875,7 +875,8 @@ void dense_gradient(const Arguments<T>& a, bool one_map, Tensor& gradient, cudaS
   g.sums = sums.defined() ? write<C>(sums) : nullptr;
   const int64_t blocks = a.maps.key_tiles * g.batch * g.heads;
   // With one map a query is in the same block of others for all heads, so parts never meet in an element.
-  if (g.queries > 1 && one_map)
+  const bool one_map = a.maps.batch_step == 0 && a.maps.head_step == 0;
+  if (g.queries > 1 && (one_map || !shared))
     g.parts = std::clamp<int64_t>(1024 / std::max<int64_t>(blocks, 1), 1, pieces(a.queries));
   launch<C>(dense_bias_kernel<T>, blocks * g.parts, stream, a, g);
   if (is_16_bit<T> && sums.defined()) gradient.copy_(sums);
@@ -899,79 +900,87 @@ void table_gradient(const Arguments<T>& a, int number, Tensor& gradient, cudaStr
   check_launch("attention");
 }
 
-void backward(const AttentionProblem& problem, AttentionGradients& g) {
-  if (g.lse.numel() == 0 || problem.keys() == 0) {  // no pairs
-    for (Tensor* x : {&g.dq, &g.dk, &g.dv})
-      if (x->defined()) x->fill_(0);
-    for (Tensor& x : g.d_bias)
-      if (x.defined()) x.fill_(0);
-    return;
+// What backward's kernels are told: also delta, made here.
+template <class T>
+Arguments<T> backward_arguments(const AttentionProblem& problem, const AttentionGradients& g,
+                                std::vector<Tensor>& kept, cudaStream_t stream) {
+  using C = compute<T>;
+  Arguments<T> a = arguments<T>(problem, kept);
+  Tensor delta = Tensor::empty(g.lse.shape(), g.lse.dtype(), g.lse.device());
+  const Tensor lse = g.lse.contiguous(), d_lse = g.d_lse.defined() ? g.d_lse.contiguous() : Tensor();
+  const Tensor d_out =
+      g.d_out.defined() ? g.d_out : Tensor::zeros(g.out.shape(), g.out.dtype(), g.out.device());
+  a.d_out = read_heads<T>(d_out);
+  a.lse = read<C>(lse);
+  delta_kernel<T><<<blocks_for(delta.numel(), warps), threads, 0, stream>>>(
+      a, read_heads<T>(g.out), d_lse.defined() ? read<C>(d_lse) : nullptr, write<C>(delta));
+  check_launch("attention");
+  a.delta = read<C>(delta);
+  kept.insert(kept.end(), {lse, d_out, delta});
+  return a;
+}
+
+template <class T>
+void all_bias_gradients(const Arguments<T>& a, const AttentionProblem& problem, AttentionGradients& g,
+                        cudaStream_t stream) {
+  for (size_t i = 0; i < g.d_bias.size(); ++i) {
+    if (!g.d_bias[i].defined()) continue;
+    if (problem.bias[i].kind() == Kind::dense)
+      dense_gradient<T>(a, g.d_bias[i], stream);
+    else
+      table_gradient<T>(a, static_cast<int>(i), g.d_bias[i], stream);
   }
+}
+
+// Zeros, where there is no pair.
+bool fill_without_pairs(const AttentionProblem& problem, AttentionGradients& g) {
+  if (g.lse.numel() > 0 && problem.keys() > 0) return false;
+  for (Tensor* x : {&g.dq, &g.dk, &g.dv})
+    if (x->defined()) x->fill_(0);
+  for (Tensor& x : g.d_bias)
+    if (x.defined()) x.fill_(0);
+  return true;
+}
+
+void backward(const AttentionProblem& problem, AttentionGradients& g) {
+  if (fill_without_pairs(problem, g)) return;
   const cudaStream_t stream = stream_of(g.lse);
-  if (!g.d_out.defined()) g.d_out = Tensor::zeros(g.out.shape(), g.out.dtype(), g.out.device());
   gpu::dispatch_floating(g.out.dtype(), "attention", [&](auto zero) {
     using T = decltype(zero);
-    using C = compute<T>;
     std::vector<Tensor> kept;
-    Arguments<T> a = arguments<T>(problem, kept);
-    Tensor delta = Tensor::empty(g.lse.shape(), g.lse.dtype(), g.lse.device());
-    const Tensor lse = g.lse.contiguous(), d_lse = g.d_lse.defined() ? g.d_lse.contiguous() : Tensor();
-    a.d_out = read_heads<T>(g.d_out);
-    a.lse = read<C>(lse);
-    delta_kernel<T><<<blocks_for(delta.numel(), warps), threads, 0, stream>>>(
-        a, read_heads<T>(g.out), d_lse.defined() ? read<C>(d_lse) : nullptr, write<C>(delta));
-    check_launch("attention");
-    a.delta = read<C>(delta);
-
-    const auto blocks = [&](int64_t all_slots, int64_t tiles, int64_t heads) {
-      return tiles * a.batch * heads * ((all_slots + slots - 1) / slots);
+    const Arguments<T> a = backward_arguments<T>(problem, g, kept, stream);
+    const auto launch_slots = [&](auto kernel, int64_t tiles, int64_t heads, int64_t value_slots,
+                                  int64_t all_slots, Tensor& d_values, Tensor& d_owners) {
+      launch<compute<T>>(kernel, tiles * a.batch * heads * ((all_slots + slots - 1) / slots), stream, a,
+                         d_values.defined() ? write_heads<T>(d_values) : Heads<T>(),
+                         d_owners.defined() ? write_heads<T>(d_owners) : Heads<T>(), value_slots, all_slots);
     };
     const int64_t value_slots = g.dv.defined() ? pieces(a.value_width) : 0;
-    const int64_t key_slots = value_slots + (g.dk.defined() ? pieces(a.width) : 0);
-    launch<C>(gradient_kernel<T, false>, blocks(key_slots, a.maps.key_tiles, problem.kv_heads()), stream, a,
-              g.dv.defined() ? write_heads<T>(g.dv) : Heads<T>(),
-              g.dk.defined() ? write_heads<T>(g.dk) : Heads<T>(), value_slots, key_slots);
+    const int64_t key_slots = g.dk.defined() ? pieces(a.width) : 0;
+    launch_slots(gradient_kernel<T, false>, a.maps.key_tiles, problem.kv_heads(), value_slots,
+                 value_slots + key_slots, g.dv, g.dk);
+    Tensor none;
     if (g.dq.defined())
-      launch<C>(gradient_kernel<T, true>, blocks(pieces(a.width), a.maps.query_tiles, a.heads), stream, a,
-                Heads<T>(), write_heads<T>(g.dq), int64_t{0}, pieces(a.width));
-    const bool one_map = a.maps.batch_step == 0 && a.maps.head_step == 0;
-    for (size_t i = 0; i < g.d_bias.size(); ++i) {
-      if (!g.d_bias[i].defined()) continue;
-      if (problem.bias[i].kind() == Kind::dense)
-        dense_gradient<T>(a, one_map, g.d_bias[i], stream);
-      else
-        table_gradient<T>(a, static_cast<int>(i), g.d_bias[i], stream);
-    }
+      launch_slots(gradient_kernel<T, true>, a.maps.query_tiles, a.heads, 0, pieces(a.width), none, g.dq);
+    all_bias_gradients(a, problem, g, stream);
   });
 }
 
 [[maybe_unused]] const torus::detail::RegisteredBackend registered{
     {Backend::cuda_simt, refusal, forward, backward}};
 
-// --------------------------------------------------------------------------------------- of all backends
+}  // namespace
 
-template <class T>
-__global__ void __launch_bounds__(threads)
-    equals_kernel(bool* to, const T* from, double value, int64_t count) {
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride)
-    to[i] = static_cast<double>(widen(from[i])) == value;
-}
-
-// All contiguous.
-void equals(Tensor& result, const Tensor& x, double value) {
-  if (x.numel() == 0) return;
-  const cudaStream_t stream = stream_of(x);
-  bool* const to = result.mutable_data<bool>();
-  gpu::dispatch_floating(x.dtype(), "equals", [&](auto zero) {
+void bias_gradients(const AttentionProblem& problem, AttentionGradients& g) {
+  const auto wanted = [](const Tensor& x) { return x.defined(); };
+  if (std::none_of(g.d_bias.begin(), g.d_bias.end(), wanted) || fill_without_pairs(problem, g)) return;
+  const cudaStream_t stream = stream_of(g.lse);
+  gpu::dispatch_floating(g.out.dtype(), "attention", [&](auto zero) {
     using T = decltype(zero);
-    equals_kernel<T>
-        <<<blocks_for(x.numel(), threads), threads, 0, stream>>>(to, read<T>(x), value, x.numel());
-    check_launch("equals");
+    std::vector<Tensor> kept;
+    const Arguments<T> a = backward_arguments<T>(problem, g, kept, stream);
+    all_bias_gradients(a, problem, g, stream);
   });
 }
-const CudaKernel<void(Tensor&, const Tensor&, double)> equals_launcher{"equals", equals};
-
-}  // namespace
 
 }  // namespace torus::gpu
