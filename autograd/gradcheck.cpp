@@ -88,8 +88,8 @@ class Checker {
     const std::vector<Variable> leaves = there(inputs_, true);
     const auto outputs = function_(leaves);
     std::vector<Tensor> used;
-    for (size_t i = 0; i < outputs.size(); ++i)  // the derivative of a constant is zero
-      used.push_back(outputs[i].requires_grad() ? seeds[i].to(device_) : Tensor());
+    for (size_t i = 0; i < outputs.size(); ++i)  // none of a constant, nor of an output left out
+      used.push_back(outputs[i].requires_grad() && seeds[i].defined() ? seeds[i].to(device_) : Tensor());
     tape.backward(outputs, used);
     std::vector<Tensor> grads;
     for (size_t i = 0; i < leaves.size(); ++i) {
