@@ -1,16 +1,20 @@
 // The backend `cuda_mma`: what it can run, and what its kernels are told of a problem.
 #include <algorithm>
 
-#include "torus/ops/attention/cuda_mma_host.h"
+#include "torus/ops/attention/cuda_mma.h"
 
 namespace torus {
 
 namespace gpu::mma {
 
+namespace {
+const void* elements(const Tensor& x) {
+  return x.dtype() == f16 ? static_cast<const void*>(read<__half>(x)) : read<__nv_bfloat16>(x);
+}
+}  // namespace
+
 Operand operand(const Tensor& x) {
-  const auto* data = x.dtype() == f16 ? static_cast<const void*>(read<__half>(x))
-                                      : static_cast<const void*>(read<__nv_bfloat16>(x));
-  return {const_cast<void*>(data), x.strides()[0], x.strides()[1], x.strides()[2]};
+  return {const_cast<void*>(elements(x)), x.strides()[0], x.strides()[1], x.strides()[2]};
 }
 
 bool packs(const Tensor& x) {
@@ -38,7 +42,8 @@ HostScores::HostScores(const AttentionProblem& p, const std::vector<Tensor>& d_b
     term.kind = bias.kind();
     Tensor value = bias.value().value();
     if (bias.kind() == AttentionBias::Kind::dense) {
-      for (int axis = 0; axis < 4; ++axis) term.step[axis] = value.size(axis) == 1 ? 0 : value.strides()[axis];
+      for (int axis = 0; axis < 4; ++axis)
+        term.step[axis] = value.size(axis) == 1 ? 0 : value.strides()[axis];
     } else {
       value = (bias.kind() == AttentionBias::Kind::alibi ? value.to(f32) : value).contiguous();
       term.step[1] = value.size(0) == 1 ? 0 : value.numel() / value.size(0);
@@ -49,11 +54,12 @@ HostScores::HostScores(const AttentionProblem& p, const std::vector<Tensor>& d_b
         term.wrapped[axis] = bias.wrapped()[static_cast<size_t>(axis)];
       }
     }
-    term.data = value.dtype() == f32 ? value.data<float>() : operand_data(value);
+    term.data = value.dtype() == f32 ? value.data<float>() : elements(value);
     const auto i = static_cast<size_t>(arguments.terms++);
     if (i < d_bias.size() && d_bias[i].defined()) {
       Tensor gradient = d_bias[i];
-      term.gradient = p.q.dtype() == f16 ? static_cast<void*>(write<__half>(gradient)) : write<__nv_bfloat16>(gradient);
+      term.gradient =
+          p.q.dtype() == f16 ? static_cast<void*>(write<__half>(gradient)) : write<__nv_bfloat16>(gradient);
       for (int axis = 0; axis < 4; ++axis) term.gradient_step[axis] = gradient.strides()[axis];
     }
     kept.push_back(std::move(value));
@@ -78,16 +84,11 @@ std::string refusal(const AttentionProblem& p) {
   return "";
 }
 
+[[maybe_unused]] const torus::detail::RegisteredBackend registered{
+    {Backend::cuda_mma, refusal, run_forward, run_backward}};
+
 }  // namespace
 
 }  // namespace gpu::mma
-
-namespace detail {
-
-extern const AttentionBackend cuda_mma_attention;
-const AttentionBackend cuda_mma_attention{Backend::cuda_mma, gpu::mma::refusal, gpu::mma::run_forward,
-                                          gpu::mma::run_backward};
-
-}  // namespace detail
 
 }  // namespace torus

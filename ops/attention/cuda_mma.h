@@ -1,6 +1,9 @@
-// Attention on tensor cores by mma.sync: the instructions, tiles of 16-bit rows in shared memory, the walk of a
-// block of threads over the map of a mask, and what is made of scores. For kernels; not installed.
+// Attention on tensor cores by mma.sync: the instructions, tiles of 16-bit rows in shared memory, the walk of
+// a block of threads over the map of a mask, and what is made of scores. For kernels; not installed.
 #pragma once
+
+#include <algorithm>
+#include <vector>
 
 #include "torus/core/cuda.h"
 #include "torus/ops/attention/backend.h"
@@ -34,9 +37,9 @@ __device__ inline void load_transposed(uint32_t (&to)[4], uint32_t address) {
                : "r"(address));
 }
 
-/// c += a b: 16 x 8 += 16 x 16 by 16 x 8. With g = lane / 4 and t = lane % 4 a lane holds of a: rows g and g + 8
-/// of columns 2 t and the next, then the same rows of columns 2 t + 8 and the next; of b: rows 2 t and the
-/// next, 2 t + 8 and the next, of column g; of c: columns 2 t and the next of row g, then of row g + 8.
+/// c += a b: 16 x 8 += 16 x 16 by 16 x 8. With g = lane / 4 and t = lane % 4 a lane holds of a: rows g and g
+/// + 8 of columns 2 t and the next, then the same rows of columns 2 t + 8 and the next; of b: rows 2 t and
+/// the next, 2 t + 8 and the next, of column g; of c: columns 2 t and the next of row g, then of row g + 8.
 template <class T>
 __device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<T, __half>)
@@ -81,7 +84,8 @@ __device__ inline float exp2_approx(float x) {
   return y;
 }
 
-/// Keeps the compiler from computing what follows from x ahead of a loop: registers are scarcer than additions.
+/// Keeps the compiler from computing what follows from x ahead of a loop: registers are scarcer than
+/// additions.
 __device__ inline void here(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
 /// Over the four lanes that share rows of an accumulator.
@@ -169,8 +173,8 @@ __device__ inline void load_tile(char* tile, const T* head, int64_t stride, int 
   }
 }
 
-/// Writes 16 rows that a warp holds in accumulators, times a factor a row, through rows of a tile that no other
-/// warp uses. Row i goes to that of `token(i)`, or nowhere where that is negative.
+/// Writes 16 rows that a warp holds in accumulators, times a factor a row, through rows of a tile that no
+/// other warp uses. Row i goes to that of `token(i)`, or nowhere where that is negative.
 template <class T, int width, class Token>
 __device__ inline void store_rows(char* tile, int first_row, const float (&c)[width / 8][4],
                                   const float (&factor)[2], T* head, int64_t stride, int columns, bool packs,
@@ -192,7 +196,8 @@ __device__ inline void store_rows(char* tile, int first_row, const float (&c)[wi
     const int row = i / chunks, column = i % chunks * 8;
     const int64_t t = token(row);
     if (t < 0 || column >= columns) continue;
-    const auto pack = *reinterpret_cast<const Pack<T>*>(tile + offset_in_tile<width>(first_row + row, column));
+    const auto pack =
+        *reinterpret_cast<const Pack<T>*>(tile + offset_in_tile<width>(first_row + row, column));
     T* const to = head + t * stride + column;
     if (packs)
       *reinterpret_cast<Pack<T>*>(to) = pack;
@@ -300,7 +305,11 @@ class Walk {
       const Visit* const visits = map.side->visits;
       const bool there = t < map.side->tiles;
       cursors[i] = {there ? visits + map.side->first_visit[t] : visits,
-                    there ? visits + map.side->first_visit[t + 1] : visits, 0, 0, 0, Visit::Kind::interval};
+                    there ? visits + map.side->first_visit[t + 1] : visits,
+                    0,
+                    0,
+                    0,
+                    Visit::Kind::interval};
     }
   }
 
@@ -384,8 +393,8 @@ __device__ inline uint32_t allowed_pairs(const Block& block, int tile, int rows_
 
 // ---------------------------------------------------------------------------------------- blocks of a grid
 
-/// Which tile and which matrix (of a batch element and a head) a block of threads takes. Some matrices at a time,
-/// whose operands fit the cache together; of these, the tiles that take longest first.
+/// Which tile and which matrix (of a batch element and a head) a block of threads takes. Some matrices at a
+/// time, whose operands fit the cache together; of these, the tiles that take longest first.
 struct Schedule {
   int64_t tiles, matrices, section;
   bool last_first;
@@ -393,8 +402,8 @@ struct Schedule {
   Schedule(int64_t tile_count, int64_t matrix_count, int64_t bytes_of_matrix, bool from_last)
       : tiles(tile_count), matrices(matrix_count), last_first(from_last) {
     constexpr int64_t cache = int64_t{24} << 20;
-    section = std::clamp<int64_t>(cache / std::max<int64_t>(bytes_of_matrix, 1), 1,
-                                  std::max<int64_t>(matrices, 1));
+    section =
+        std::clamp<int64_t>(cache / std::max<int64_t>(bytes_of_matrix, 1), 1, std::max<int64_t>(matrices, 1));
   }
   __device__ void find(int64_t index, int64_t& tile, int64_t& matrix) const {
     const int64_t number = index / (tiles * section), rest = index % (tiles * section);
@@ -451,9 +460,9 @@ __device__ inline int64_t table_place(const BiasTerm& term, uint32_t q, uint32_t
   return place;
 }
 
-/// Products q.k of 16 rows by 64 columns become scores: softcap(scale * q.k) + bias. `slope`: the derivative of
-/// softcap, two a word of f16. `query(i, h)` and `key(i, h)` are tokens of column 8 (i / 2) + 2 (lane % 4) + i %
-/// 2 and row lane / 4 + 8 h.
+/// Products q.k of 16 rows by 64 columns become scores: softcap(scale * q.k) + bias. `slope`: the derivative
+/// of softcap, two a word of f16. `query(i, h)` and `key(i, h)` are tokens of column 8 (i / 2) + 2 (lane % 4)
+/// + i % 2 and row lane / 4 + 8 h.
 template <class T, class QueryOf, class KeyOf>
 __device__ inline void finish_scores(float (&s)[8][4], uint32_t (&slope)[8][2], const ScoreArguments& a,
                                      int64_t b, int64_t h, const QueryOf& query, const KeyOf& key) {
@@ -486,7 +495,8 @@ __device__ inline void finish_scores(float (&s)[8][4], uint32_t (&slope)[8][2], 
       continue;
     }
     const bool dense = term.kind == torus::AttentionBias::Kind::dense;
-    const T* const from = static_cast<const T*>(term.data) + (dense ? b * term.step[0] : 0) + h * term.step[1];
+    const T* const from =
+        static_cast<const T*>(term.data) + (dense ? b * term.step[0] : 0) + h * term.step[1];
 #pragma unroll
     for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -497,6 +507,45 @@ __device__ inline void finish_scores(float (&s)[8][4], uint32_t (&slope)[8][2], 
                                     : table_place(term, static_cast<uint32_t>(q), static_cast<uint32_t>(k))]);
       }
   }
+}
+
+// -------------------------------------------------------------------------------------- on the host
+
+void run_forward(const AttentionProblem& problem, Tensor& out, Tensor& lse);
+void run_backward(const AttentionProblem& problem, torus::detail::AttentionGradients& gradients);
+
+/// A tensor for kernels. Its last stride is 1.
+Operand operand(const Tensor& x);
+/// Whether every row starts at a multiple of 16 bytes.
+bool packs(const Tensor& x);
+/// The width that kernels are made for: 64, 128 or 256.
+int padded_width(const AttentionProblem& problem);
+/// Shared memory that the widest of the kernels needs.
+size_t shared_memory(int padded_width);
+
+/// Arguments of scores, and what they point to. `d_bias`: gradients of terms, undefined where not wanted.
+struct HostScores {
+  HostScores(const AttentionProblem& problem, const std::vector<Tensor>& d_bias);
+  ScoreArguments arguments;
+  bool general;                // more than a positive scale
+  std::vector<Tensor> kept{};  // what pointers lead to
+};
+
+template <class F>
+void dispatch_16_bit(DType dtype, F&& f) {
+  if (dtype == f16)
+    f(__half{});
+  else
+    f(__nv_bfloat16{});
+}
+template <class F>
+void dispatch_width(int padded_width, F&& f) {
+  if (padded_width == 64)
+    f(std::integral_constant<int, 64>{});
+  else if (padded_width == 128)
+    f(std::integral_constant<int, 128>{});
+  else
+    f(std::integral_constant<int, 256>{});
 }
 
 }  // namespace torus::gpu::mma

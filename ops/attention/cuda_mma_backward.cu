@@ -4,7 +4,6 @@
 #include <limits>
 
 #include "torus/ops/attention/cuda_mma.h"
-#include "torus/ops/attention/cuda_mma_host.h"
 
 namespace torus::gpu::mma {
 
@@ -16,8 +15,8 @@ constexpr float log2_e = 1.44269504088896341f;
 
 // ------------------------------------------------------------------------------------------ numbers a row
 
-// What backward needs of each query row: lse in units of log 2 (infinity where there is no key, so that weights are
-// 0), delta = rowsum(dO * O) - dLSE, and the word of its dropout.
+// What backward needs of each query row: lse in units of log 2 (infinity where there is no key, so that
+// weights are 0), delta = rowsum(dO * O) - dLSE, and the word of its dropout.
 struct RowNumbers {
   float *lse, *delta;
   uint32_t* word;  // null: no dropout
@@ -25,7 +24,7 @@ struct RowNumbers {
 
 struct RowArguments {
   Operand out, d_out;
-  const float *lse, *d_lse;      // d_lse: null if there is none
+  const float *lse, *d_lse;  // d_lse: null if there is none
   int64_t d_lse_step[3];
   int64_t rows, heads, queries;  // rows: of all matrices
   int value_width;
@@ -65,7 +64,8 @@ __global__ void __launch_bounds__(256) prepare_rows(const __grid_constant__ RowA
     to.lse[row] = no_key ? infinity : a.lse[row] * log2_e;
     to.delta[row] = no_key ? 0 : sum;
     if (to.word)
-      to.word[row] = AttentionDropout{a.dropout.probability, a.dropout.seed, a.position.get()}.row_word(matrix, query);
+      to.word[row] =
+          AttentionDropout{a.dropout.probability, a.dropout.seed, a.position.get()}.row_word(matrix, query);
   }
 }
 
@@ -89,7 +89,8 @@ constexpr int stages = width <= 128 ? 2 : 1;
 template <int width>
 constexpr size_t backward_memory = size_t{64} * width * 2 * (2 + 2 * stages<width>);
 
-// Owners x (keys: k, v; queries: q, dO) and others y. Keys: dK if `of_scores`, dV if `of_weights`. Queries: dQ.
+// Owners x (keys: k, v; queries: q, dO) and others y. Keys: dK if `of_scores`, dV if `of_weights`. Queries:
+// dQ.
 template <class T, int width, Side owners, bool of_scores, bool of_weights, bool general>
 __global__ void __launch_bounds__(threads) backward(const __grid_constant__ BackwardArguments a) {
   static_assert(owners == Side::key || (of_scores && !of_weights));
@@ -226,12 +227,14 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     const auto column_token = [&](int column) -> int64_t {
       return tokens[i % 3][8 * (column / 2) + lane % 4 * 2 + column % 2];
     };
-    const auto query = [&](int column, int half) { return keys_own ? column_token(column) : own_tokens[half]; };
+    const auto query = [&](int column, int half) {
+      return keys_own ? column_token(column) : own_tokens[half];
+    };
     const auto key = [&](int column, int half) { return keys_own ? own_tokens[half] : column_token(column); };
     [[maybe_unused]] const int64_t query_head = keys_own ? first_head + block.member : own_head;
     if constexpr (general) finish_scores<T>(s, slope, a.scores, b, query_head, query, key);
 
-    // s becomes the dropped weights, dp the gradient of scores.
+      // s becomes the dropped weights, dp the gradient of scores.
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       float2 lse, delta;
@@ -274,14 +277,15 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
         for (int n = 0; n < a.scores.terms; ++n) {
           const BiasTerm& term = a.scores.term[n];
           if (!term.gradient) continue;
-          T* const to = static_cast<T*>(term.gradient) + b * term.gradient_step[0] + query_head * term.gradient_step[1];
+          T* const to =
+              static_cast<T*>(term.gradient) + b * term.gradient_step[0] + query_head * term.gradient_step[1];
 #pragma unroll
           for (int j = 0; j < 8; ++j)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
               if (own_tokens[e / 2] >= 0 && allowed >> (4 * j + e) & 1)
-                to[own_tokens[e / 2] * term.gradient_step[2] + column_token(2 * j + e % 2) * term.gradient_step[3]] =
-                    narrow<T>(dp[j][e]);
+                to[own_tokens[e / 2] * term.gradient_step[2] +
+                   column_token(2 * j + e % 2) * term.gradient_step[3]] = narrow<T>(dp[j][e]);
         }
       if (a.scores.softcap > 0)
 #pragma unroll
@@ -327,8 +331,8 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     const Operand& to = keys_own ? a.dk : a.dq;
     const float factor[2] = {a.scores.scale, a.scores.scale};
     if (to.data)
-      store_rows<T, width>(x1_tile, 16 * warp, d_x1, factor, to.of<T>(b, own_head), to.row, a.width, a.packs_out,
-                           warp_token);
+      store_rows<T, width>(x1_tile, 16 * warp, d_x1, factor, to.of<T>(b, own_head), to.row, a.width,
+                           a.packs_out, warp_token);
   }
   if constexpr (of_weights) {
     const float factor[2] = {1, 1};
@@ -352,7 +356,9 @@ void launch(const BackwardArguments& arguments, bool general, cudaStream_t strea
 }  // namespace
 
 size_t shared_memory(int padded_width) {
-  return padded_width == 64 ? backward_memory<64> : padded_width == 128 ? backward_memory<128> : backward_memory<256>;
+  return padded_width == 64    ? backward_memory<64>
+         : padded_width == 128 ? backward_memory<128>
+                               : backward_memory<256>;
 }
 
 void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& g) {
@@ -367,14 +373,17 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
   const cudaStream_t stream = stream_of(device);
   Tensor d_out = g.d_out;
   if (!d_out.defined())
-    d_out = torus::detail::empty_heads(p.batch(), p.heads(), p.queries(), p.value_width(), p.q.dtype(), device)
-                .fill_(0);
+    d_out =
+        torus::detail::empty_heads(p.batch(), p.heads(), p.queries(), p.value_width(), p.q.dtype(), device)
+            .fill_(0);
   const HostScores scores(p, g.d_bias);
   const MapTable maps = map_table(p);
-  Tensor row_lse = Tensor::empty(g.lse.shape(), f32, device), row_delta = Tensor::empty(g.lse.shape(), f32, device);
+  Tensor row_lse = Tensor::empty(g.lse.shape(), f32, device),
+         row_delta = Tensor::empty(g.lse.shape(), f32, device);
   Tensor row_word = p.dropout.active() ? Tensor::empty(g.lse.shape(), i32, device) : Tensor();
-  const RowNumbers rows{row_lse.mutable_data<float>(), row_delta.mutable_data<float>(),
-                        row_word.defined() ? reinterpret_cast<uint32_t*>(row_word.mutable_data<int32_t>()) : nullptr};
+  const RowNumbers rows{
+      row_lse.mutable_data<float>(), row_delta.mutable_data<float>(),
+      row_word.defined() ? reinterpret_cast<uint32_t*>(row_word.mutable_data<int32_t>()) : nullptr};
 
   RowArguments of_rows{operand(g.out),
                        operand(d_out),
@@ -399,26 +408,27 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
     const int64_t others = keys_own ? p.queries() : p.keys();
     const int64_t bytes = others * (p.width() + p.value_width()) * 2;
     const int64_t group = p.heads() / p.kv_heads();
-    return BackwardArguments{
-        operand(p.q),
-        operand(p.k),
-        operand(p.v),
-        operand(d_out),
-        result(g.dq),
-        result(g.dk),
-        result(g.dv),
-        rows,
-        p.heads(),
-        p.kv_heads(),
-        p.queries(),
-        static_cast<int>(p.width()),
-        static_cast<int>(p.value_width()),
-        packs(p.q) && packs(p.k) && packs(p.v) && packs(d_out),
-        (!g.dq.defined() || packs(g.dq)) && (!g.dk.defined() || packs(g.dk)) && (!g.dv.defined() || packs(g.dv)),
-        scores.arguments,
-        maps,
-        keys_own ? Schedule(maps.key_tiles, p.batch() * p.kv_heads(), bytes * group, false)
-                 : Schedule(maps.query_tiles, p.batch() * p.heads(), bytes / group, true)};
+    return BackwardArguments{operand(p.q),
+                             operand(p.k),
+                             operand(p.v),
+                             operand(d_out),
+                             result(g.dq),
+                             result(g.dk),
+                             result(g.dv),
+                             rows,
+                             p.heads(),
+                             p.kv_heads(),
+                             p.queries(),
+                             static_cast<int>(p.width()),
+                             static_cast<int>(p.value_width()),
+                             packs(p.q) && packs(p.k) && packs(p.v) && packs(d_out),
+                             (!g.dq.defined() || packs(g.dq)) && (!g.dk.defined() || packs(g.dk)) &&
+                                 (!g.dv.defined() || packs(g.dv)),
+                             scores.arguments,
+                             maps,
+                             keys_own
+                                 ? Schedule(maps.key_tiles, p.batch() * p.kv_heads(), bytes * group, false)
+                                 : Schedule(maps.query_tiles, p.batch() * p.heads(), bytes / group, true)};
   };
   bool wants_queries = g.dq.defined();
   for (const Tensor& d_bias : g.d_bias) wants_queries |= d_bias.defined();
@@ -433,8 +443,10 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
         if (g.dk.defined() || g.dv.defined())
           launch<T, w, Side::key, true, true>(arguments(Side::key), scores.general, stream);
       } else {  // registers hold one of the two
-        if (g.dk.defined()) launch<T, w, Side::key, true, false>(arguments(Side::key), scores.general, stream);
-        if (g.dv.defined()) launch<T, w, Side::key, false, true>(arguments(Side::key), scores.general, stream);
+        if (g.dk.defined())
+          launch<T, w, Side::key, true, false>(arguments(Side::key), scores.general, stream);
+        if (g.dv.defined())
+          launch<T, w, Side::key, false, true>(arguments(Side::key), scores.general, stream);
       }
       if (wants_queries)
         launch<T, w, Side::query, true, false>(arguments(Side::query), scores.general, stream);

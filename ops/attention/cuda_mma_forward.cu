@@ -1,9 +1,9 @@
-// Forward of attention on tensor cores (Dao, "FlashAttention-2", 2023), for any map. A warp holds 16 or 32 rows
-// of scores and outputs in registers; weights go from the first product to the second without leaving them.
+// Forward of attention on tensor cores (Dao, "FlashAttention-2", 2023), for any map. A warp holds 16 or 32
+// rows of scores and outputs in registers; weights go from the first product to the second without leaving
+// them.
 #include <limits>
 
 #include "torus/ops/attention/cuda_mma.h"
-#include "torus/ops/attention/cuda_mma_host.h"
 
 namespace torus::gpu::mma {
 
@@ -29,8 +29,8 @@ constexpr size_t forward_memory() {
   return static_cast<size_t>(64 * (tiles + 2)) * width * 2;
 }
 
-// `tiles` of 64 queries, one or two. With two, nothing may gather, and scores are plain. `width` is that of q, k
-// and v, padded.
+// `tiles` of 64 queries, one or two. With two, nothing may gather, and scores are plain. `width` is that of
+// q, k and v, padded.
 template <class T, int width, int tiles, bool general>
 __global__ void __launch_bounds__(threads) forward(const __grid_constant__ ForwardArguments a) {
   static_assert(tiles == 1 || !general);
@@ -177,8 +177,7 @@ __global__ void __launch_bounds__(threads) forward(const __grid_constant__ Forwa
         for (int half = 0; half < 2; ++half) {
           float larger = s[m][0][2 * half];
 #pragma unroll
-          for (int j = 0; j < 8; ++j)
-            larger = fmaxf(larger, fmaxf(s[m][j][2 * half], s[m][j][2 * half + 1]));
+          for (int j = 0; j < 8; ++j) larger = fmaxf(larger, fmaxf(s[m][j][2 * half], s[m][j][2 * half + 1]));
           most[m][half] = quad_max(larger);
           grows |= most[m][half] > top[m][half] + slack;
         }
@@ -189,8 +188,7 @@ __global__ void __launch_bounds__(threads) forward(const __grid_constant__ Forwa
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const float now = fmaxf(top[m][half], most[m][half]);
-            const float factor =
-                now == top[m][half] ? 1 : exp2_approx((top[m][half] - now) * to_log2);
+            const float factor = now == top[m][half] ? 1 : exp2_approx((top[m][half] - now) * to_log2);
             top[m][half] = now;
             total[m][half] *= factor;
 #pragma unroll
@@ -297,23 +295,22 @@ void run_forward(const AttentionProblem& p, Tensor& out, Tensor& lse) {
   // Pairs of tiles read keys and values half as often, if they are enough for the whole device.
   const bool in_pairs = !scores.general && !maps.gathers && padded <= 128 &&
                         pairs * matrices >= properties(p.q.device()).multiProcessorCount;
-  const ForwardArguments arguments{
-      operand(p.q),
-      operand(p.k),
-      operand(p.v),
-      operand(out),
-      lse.mutable_data<float>(),
-      p.heads(),
-      group,
-      p.queries(),
-      static_cast<int>(p.width()),
-      static_cast<int>(p.value_width()),
-      packs(p.q) && packs(p.k) && packs(p.v),
-      packs(out),
-      scores.arguments,
-      maps,
-      Schedule(in_pairs ? pairs : maps.query_tiles, matrices,
-               p.keys() * (p.width() + p.value_width()) * 2 / group, true)};
+  const ForwardArguments arguments{operand(p.q),
+                                   operand(p.k),
+                                   operand(p.v),
+                                   operand(out),
+                                   lse.mutable_data<float>(),
+                                   p.heads(),
+                                   group,
+                                   p.queries(),
+                                   static_cast<int>(p.width()),
+                                   static_cast<int>(p.value_width()),
+                                   packs(p.q) && packs(p.k) && packs(p.v),
+                                   packs(out),
+                                   scores.arguments,
+                                   maps,
+                                   Schedule(in_pairs ? pairs : maps.query_tiles, matrices,
+                                            p.keys() * (p.width() + p.value_width()) * 2 / group, true)};
   dispatch_16_bit(p.q.dtype(), [&](auto zero) {
     using T = decltype(zero);
     dispatch_width(padded, [&](auto width) {

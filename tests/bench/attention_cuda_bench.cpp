@@ -1,0 +1,146 @@
+// Times the kernels of attention on a CUDA device, each backend that can run a problem, by events of the
+// device.
+//     attention_cuda_bench [PART OF A NAME]
+// TFLOP/s are useful ones: 4 (forward) or 10 (backward) times the allowed pairs times the width.
+#include <cuda_runtime.h>
+#include <torus/ops/attention/backend.h>
+#include <torus/torus.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <string>
+
+namespace torus::gpu {
+cudaStream_t stream_of(Device device);  // core/cuda.h is for nvcc alone
+}
+
+namespace {
+
+using namespace torus;
+
+struct Case {
+  std::string name;
+  int64_t batch, heads, queries, keys, width;
+  Mask mask = full();
+  DType dtype = bf16;
+};
+
+// Sixteen thousand tokens, 2048 channels.
+Case dense(int64_t tokens, int64_t width, const std::string& name = "full", const Mask& mask = full()) {
+  return {name + " d" + std::to_string(width) + " N" + std::to_string(tokens),
+          16384 / tokens,
+          2048 / width,
+          tokens,
+          tokens,
+          width,
+          mask};
+}
+
+Case wrapped(int64_t side, int64_t window, int64_t batch, int64_t width) {
+  const std::string sides = std::to_string(side);
+  return {"wrap " + sides + "^3 w" + std::to_string(window) + " B" + std::to_string(batch) + " d" +
+              std::to_string(width),
+          batch,
+          8,
+          side * side * side,
+          side * side * side,
+          width,
+          neighborhood({.grid = {side, side, side}, .window = {window}, .boundary = {wrap}})};
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  for (int64_t width : {64, 128})
+    for (int64_t tokens : {512, 2048, 8192, 16384}) all.push_back(dense(tokens, width));
+  for (int64_t width : {64, 128})
+    for (int64_t tokens : {512, 8192, 16384}) all.push_back(dense(tokens, width, "causal", causal()));
+  all.push_back(dense(8192, 256));
+  all.push_back(dense(8192, 256, "causal", causal()));
+  all.push_back(dense(8192, 128, "window 1024", sliding_window(512, 511)));
+  all.push_back(dense(16384, 128, "window 256", sliding_window(128, 127)));
+  all.push_back(wrapped(16, 5, 4, 64));
+  all.push_back(wrapped(20, 5, 4, 64));
+  all.push_back(wrapped(20, 5, 4, 128));
+  all.push_back(wrapped(32, 5, 1, 64));
+  all.push_back(wrapped(32, 9, 1, 64));
+  for (auto [queries, keys, width] : {std::array<int64_t, 3>{4096, 4096, 40},
+                                      {4096, 77, 40},
+                                      {1024, 1024, 80},
+                                      {256, 256, 160},
+                                      {4096, 4096, 64},
+                                      {4096, 77, 64}})
+    all.push_back(
+        {"f16 " + std::to_string(queries) + "x" + std::to_string(keys) + " d" + std::to_string(width), 4, 8,
+         queries, keys, width, full(), f16});
+  return all;
+}
+
+/// The least mean of a few rounds, in milliseconds.
+template <class F>
+double time(cudaStream_t stream, F&& f) {
+  cudaEvent_t start, stop;
+  cudaEventCreate(&start);
+  cudaEventCreate(&stop);
+  const auto round = [&](int count) {
+    cudaEventRecord(start, stream);
+    for (int i = 0; i < count; ++i) f();
+    cudaEventRecord(stop, stream);
+    cudaEventSynchronize(stop);
+    float ms = 0;
+    cudaEventElapsedTime(&ms, start, stop);
+    return static_cast<double>(ms) / count;
+  };
+  round(2);
+  const int count = std::clamp(static_cast<int>(20 / std::max(round(1), 1e-3)), 3, 200);
+  double best = round(count);
+  for (int i = 0; i < 2; ++i) best = std::min(best, round(count));
+  cudaEventDestroy(start);
+  cudaEventDestroy(stop);
+  return best;
+}
+
+void measure(const Case& c) {
+  const auto make = [&](int64_t tokens) {
+    Tensor x = detail::empty_heads(c.batch, c.heads, tokens, c.width, c.dtype, cuda);
+    x.copy_(randn({c.batch, c.heads, tokens, c.width}).to(c.dtype).to(cuda));
+    return x;
+  };
+  detail::AttentionProblem p;
+  p.q = make(c.queries), p.k = make(c.keys), p.v = make(c.keys);
+  p.mask = c.mask;
+  p.scale = 1 / std::sqrt(static_cast<double>(c.width));
+  const double pairs = static_cast<double>(c.batch * c.heads * c.width) *
+                       static_cast<double>(mask_costs(c.mask, c.queries, c.keys).needed);
+  for (const auto& backend : detail::attention_backends()) {
+    if (!backend.refusal(p).empty() || backend.id == Backend::cuda_simt) continue;
+    detail::AttentionGradients g;
+    g.out = make(c.queries), g.d_out = make(c.queries);
+    g.lse = Tensor::empty({c.batch, c.heads, c.queries}, f32, cuda);
+    g.dq = make(c.queries), g.dk = make(c.keys), g.dv = make(c.keys);
+    const cudaStream_t stream = gpu::stream_of(cuda);
+    const double forward = time(stream, [&] { backend.forward(p, g.out, g.lse); });
+    std::printf("%-24s %-9s %8.3f %8.1f", c.name.c_str(), name(backend.id), forward, 4e-9 * pairs / forward);
+    for (const bool deterministic : {true, false}) {
+      p.deterministic = deterministic;
+      const double backward = time(stream, [&] { backend.backward(p, g); });
+      std::printf(" %8.3f %8.1f", backward, 1e-8 * pairs / backward);
+    }
+    std::printf("\n");
+    std::fflush(stdout);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (!cuda_available()) {
+    std::puts("no CUDA device");
+    return 0;
+  }
+  std::printf("%-24s %-9s %8s %8s %8s %8s %8s %8s\n", "", "", "forward", "TFLOP/s", "backward", "TFLOP/s",
+              "unordered", "TFLOP/s");
+  for (const Case& c : cases())
+    if (argc < 2 || c.name.find(argv[1]) != std::string::npos) measure(c);
+}

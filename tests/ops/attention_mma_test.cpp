@@ -1,0 +1,368 @@
+// cuda_mma by the rule for 16 bits: against f64, no more than 1.5 times the error of the composed computation
+// in the same precision, for the output and each gradient, with random output gradients of full size.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "ops/measure.h"
+#include "torus/autograd/tape.h"
+#include "torus/ops/attention/attention.h"
+#include "torus/ops/ops.h"
+
+namespace torus {
+namespace {
+
+class CudaMma : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!cuda_available()) GTEST_SKIP() << "no CUDA device";
+  }
+};
+
+enum class Layout { heads_first, tokens_first, unaligned };
+
+// Biases from a source of random numbers, on no device yet.
+using Biases = std::function<std::vector<AttentionBias>(DType, Device)>;
+
+struct Case {
+  std::string name;
+  int64_t batch = 1, heads = 2, kv_heads = 2, queries = 100, keys = 100, width = 64, value_width = 64;
+  Mask mask = full();
+  std::optional<double> scale = {};
+  double softcap = 0, dropout = 0;
+  double size = 1;  // of q and k
+  Biases biases = {};
+  Layout layout = Layout::heads_first;
+  bool with_lse = true;
+};
+
+struct Operands {
+  Tensor q, k, v, d_out, d_lse;
+};
+
+// f64 values that `dtype` can hold.
+Operands random_operands(const Case& c, DType dtype) {
+  Generator g(17);
+  const auto make = [&](int64_t h, int64_t n, int64_t d, double size) {
+    return randn({c.batch, h, n, d}, 0, size, f64, g).to(dtype).to(f64);
+  };
+  return {make(c.heads, c.queries, c.width, c.size), make(c.kv_heads, c.keys, c.width, c.size),
+          make(c.kv_heads, c.keys, c.value_width, 1), make(c.heads, c.queries, c.value_width, 1),
+          randn({c.batch, c.heads, c.queries}, 0, 1, f32, g).to(f64)};
+}
+
+struct Results {
+  Tensor out, lse, dq, dk, dv;
+  std::vector<Tensor> d_bias;
+};
+
+Tensor laid_out(const Tensor& x, Layout layout) {
+  if (layout == Layout::heads_first) return x;
+  if (layout == Layout::tokens_first) return x.transpose(1, 2).contiguous().transpose(1, 2);
+  Tensor wide = Tensor::zeros({x.size(0), x.size(1), x.size(2), x.size(3) + 3}, x.dtype(), x.device());
+  Tensor view = wide.slice(3, 1, 1 + x.size(3));
+  view.copy_(x);
+  return view;
+}
+
+Results run(const Case& c, const Operands& o, DType dtype, Device device, Backend backend) {
+  const auto there = [&](const Tensor& x) { return laid_out(x.to(dtype).to(device), c.layout); };
+  Tape tape;
+  const Variable q(there(o.q), true), k(there(o.k), true), v(there(o.v), true);
+  Generator generator(5);
+  const std::vector<AttentionBias> biases = c.biases ? c.biases(dtype, device) : std::vector<AttentionBias>{};
+  const auto [out, lse] = attention(q, k, v,
+                                    {.mask = c.mask,
+                                     .scale = c.scale,
+                                     .bias = biases,
+                                     .softcap = c.softcap,
+                                     .dropout = c.dropout,
+                                     .backend = backend,
+                                     .generator = &generator});
+  Results r{out.value().to(cpu), lse.value().to(cpu), {}, {}, {}, {}};
+  if (out.requires_grad())
+    tape.backward({out, lse}, {there(o.d_out), c.with_lse ? o.d_lse.to(lse.dtype()).to(device) : Tensor()});
+  r.dq = q.grad(), r.dk = k.grad(), r.dv = v.grad();
+  for (const AttentionBias& bias : biases)
+    if (bias.value().requires_grad()) r.d_bias.push_back(bias.value().grad());
+  return r;
+}
+
+void check_case(const Case& c, DType dtype) {
+  SCOPED_TRACE(c.name + " in " + name(dtype));
+  const Operands o = random_operands(c, dtype);
+  const Results exact = run(c, o, f64, cpu, Backend::reference),
+                composed = run(c, o, dtype, cpu, Backend::reference);
+  const Results fused = run(c, o, dtype, cuda, Backend::cuda_mma),
+                again = run(c, o, dtype, cuda, Backend::cuda_mma);
+  const double scale =
+      std::abs(c.scale.value_or(1 / std::sqrt(static_cast<double>(std::max<int64_t>(c.width, 1)))));
+  // Where a gradient is truly zero, what is left is the noise of sums in f32.
+  const double noise = 64 * 0x1p-24 * norm(o.d_out) * norm(o.v) * scale;
+  const auto near = [&](const char* what, const Tensor& x, const Tensor& y, const Tensor& z, const Tensor& w,
+                        double floor) {
+    ASSERT_EQ(x.defined(), z.defined()) << what;
+    if (!x.defined()) return;
+    ASSERT_EQ(x.shape(), z.shape()) << what;
+    EXPECT_EQ(x.to_vector<double>(), w.to_vector<double>()) << what << " differs from run to run";
+    const double ours = distance(x, z), theirs = distance(y, z);
+    // Few numbers may be rounded luckily.
+    const double luck = x.numel() < 4096 ? (dtype == f16 ? 0x1p-11 : 0x1p-8) * norm(z) : 0;
+    EXPECT_LE(ours, 1.5 * theirs + luck + floor)
+        << what << ", of norm " << norm(z) << ", composed " << theirs;
+  };
+  near("out", fused.out, composed.out, exact.out, again.out, 0);
+  near("dq", fused.dq, composed.dq, exact.dq, again.dq, noise * norm(o.k));
+  near("dk", fused.dk, composed.dk, exact.dk, again.dk, noise * norm(o.q));
+  near("dv", fused.dv, composed.dv, exact.dv, again.dv, 64 * 0x1p-24 * norm(o.d_out));
+  ASSERT_EQ(fused.d_bias.size(), exact.d_bias.size());
+  for (size_t i = 0; i < exact.d_bias.size(); ++i)
+    near("d_bias", fused.d_bias[i], composed.d_bias[i], exact.d_bias[i], again.d_bias[i], noise);
+  // lse is f32, so it is held to more than the rule.
+  EXPECT_LE(distance(fused.lse, exact.lse), 3e-6 * norm(exact.lse) + 1e-5 * std::sqrt(exact.lse.numel()))
+      << "lse";
+}
+
+void check_both(const Case& c) {
+  check_case(c, f16);
+  check_case(c, bf16);
+}
+
+TEST_F(CudaMma, Lengths) {
+  for (int64_t n : {1, 63, 64, 65, 127, 129})
+    check_both({.name = std::to_string(n), .queries = n, .keys = n});
+  check_both({.name = "1000 causal", .queries = 1000, .keys = 1000, .mask = causal()});
+  check_both({.name = "1 x 257", .queries = 1, .keys = 257});
+  check_both({.name = "257 x 1", .queries = 257, .keys = 1});
+  check_both({.name = "200 x 77", .queries = 200, .keys = 77});
+}
+
+TEST_F(CudaMma, Widths) {
+  for (int64_t d : {1, 8, 16, 33, 40, 64, 72, 80, 96, 128, 160, 256})
+    check_both({.name = "D " + std::to_string(d), .width = d, .value_width = d, .mask = causal()});
+  check_both({.name = "D 64, Dv 128", .width = 64, .value_width = 128});
+  check_both({.name = "D 192, Dv 128", .width = 192, .value_width = 128});
+  check_both({.name = "D 40, Dv 7", .width = 40, .value_width = 7});
+  check_both({.name = "D 5, Dv 200", .width = 5, .value_width = 200});
+}
+
+TEST_F(CudaMma, Layouts) {
+  for (Layout layout : {Layout::tokens_first, Layout::unaligned})
+    for (int64_t d : {64, 72, 130})
+      check_both({.name = "D " + std::to_string(d), .width = d, .value_width = d, .layout = layout});
+}
+
+// Enough matrices that two tiles of queries share a block of threads.
+TEST_F(CudaMma, PairsOfTiles) {
+  const auto make = [](const char* name, const Mask& mask, int64_t queries = 320, int64_t width = 64) {
+    return Case{.name = name,
+                .batch = 4,
+                .heads = 24,
+                .kv_heads = 24,
+                .queries = queries,
+                .keys = 320,
+                .width = width,
+                .value_width = width,
+                .mask = mask};
+  };
+  check_case(make("full", full()), bf16);
+  check_case(make("full, d 128", full(), 193, 128), bf16);
+  check_case(make("causal", causal()), bf16);
+  check_case(make("causal, bottom right", causal(Align::bottom_right), 200), f16);
+  check_case(make("window", sliding_window(70, 3)), bf16);
+  check_case(make("documents", document({1, 100, 62, 64, 93})), f16);
+  check_case(
+      make("stripes", Mask::from([](Query q, Key k) { return (q.token / 64 + k.token / 32) % 3 == 0; })),
+      bf16);
+}
+
+TEST_F(CudaMma, Masks) {
+  const auto make = [](const char* name, const Mask& mask, int64_t queries = 200, int64_t keys = 200) {
+    return Case{.name = name,
+                .batch = 2,
+                .queries = queries,
+                .keys = keys,
+                .width = 32,
+                .value_width = 32,
+                .mask = mask};
+  };
+  check_both(make("causal", causal()));
+  check_both(make("causal, top left, more queries", causal(Align::top_left), 130, 65));
+  check_both(make("causal, top left, more keys", causal(Align::top_left), 65, 130));
+  check_both(make("causal, bottom right, rows without keys", causal(Align::bottom_right), 130, 65));
+  check_both(make("causal, bottom right, more keys", causal(Align::bottom_right), 33, 200));
+  check_both(make("window", sliding_window(17, 5)));
+  check_both(make("window of one", sliding_window(0, 0)));
+  check_both(make("documents", document({1, 63, 64, 0, 65, 7})));
+  check_both(make("padding", padding({0, 131})));
+  check_both(make("prefix", prefix(70)));
+  check_both(make("lambda", Mask::from([](Query q, Key k) { return (q.token + k.token) % 3 != 0; })));
+  check_both(make(
+      "lambda by head",
+      Mask::from([](Query q, Key k) { return (q.token + q.head + k.token) % 3 == 0; }, {.per_head = true})));
+  check_both(make("nothing", Mask::from([](Query, Key) { return false; })));
+  check_both(make("both", causal() & sliding_window(40, 40)));
+  check_both(make("either", causal() | document({100, 100})));
+  check_both(make("not", !sliding_window(20, 20)));
+}
+
+TEST_F(CudaMma, Neighborhoods) {
+  const auto make = [](const std::string& name, std::vector<int64_t> grid, std::vector<int64_t> window,
+                       std::vector<Boundary> boundary, std::vector<int64_t> dilation = {}) {
+    int64_t n = 1;
+    for (int64_t side : grid) n *= side;
+    return Case{
+        .name = name,
+        .queries = n,
+        .keys = n,
+        .width = 32,
+        .value_width = 32,
+        .mask = neighborhood({.grid = grid, .window = window, .dilation = dilation, .boundary = boundary})};
+  };
+  for (const auto& [name, boundary] : {std::pair<std::string, Boundary>{"wrap", wrap},
+                                       {"shift", shift},
+                                       {"shrink", shrink},
+                                       {"causal", Boundary::causal}}) {
+    check_both(make(name + " 1-D", {200}, {9}, {boundary}));
+    check_both(make(name + " 2-D", {13, 17}, {5, 4}, {boundary}));
+    check_both(make(name + " 3-D", {7, 6, 8}, {3, 5, 3}, {boundary}));
+    check_both(make(name + " dilated", {12, 15}, {3, 3}, {boundary}, {2, 3}));
+  }
+  check_both(make("mixed", {6, 7, 5}, {3, 3, 3}, {wrap, shift, shrink}));
+  Case valid_case = make("valid", {6, 6, 6}, {3, 3, 3}, {shift});
+  valid_case.mask =
+      neighborhood({.grid = {6, 6, 6}, .window = {3}, .boundary = {valid}, .key_grid = {8, 8, 8}});
+  valid_case.keys = 512;
+  check_both(valid_case);
+  Case lambda = make("lambda on a grid", {8, 8, 4}, {3}, {shift});
+  lambda.mask = Mask::from(
+      [](Query q, Key k) {
+        return std::abs(q.coord[0] - k.coord[0]) + std::abs(q.coord[1] - k.coord[1]) < 3;
+      },
+      {.grid = {8, 8, 4}});
+  check_both(lambda);
+}
+
+TEST_F(CudaMma, GroupedHeads) {
+  check_both({.name = "4 to 2", .batch = 2, .heads = 4, .kv_heads = 2, .mask = causal()});
+  check_both({.name = "6 to 1", .heads = 6, .kv_heads = 1, .queries = 130, .keys = 70});
+  check_both({.name = "a mask a head",
+              .heads = 4,
+              .kv_heads = 2,
+              .mask = Mask::from([](Query q, Key k) { return k.token <= q.token + 10 * q.head; },
+                                 {.per_head = true})});
+  check_both({.name = "gathers",
+              .heads = 4,
+              .kv_heads = 2,
+              .queries = 216,
+              .keys = 216,
+              .mask = neighborhood({.grid = {6, 6, 6}, .window = {3}, .boundary = {wrap}})});
+}
+
+TEST_F(CudaMma, Scales) {
+  check_both({.name = "negative", .mask = causal(), .scale = -0.3});
+  check_both({.name = "zero", .mask = causal(), .scale = 0.0});
+  check_both({.name = "large", .mask = causal(), .scale = 3.0});
+  check_both({.name = "tiny", .scale = 1e-36});
+  check_both({.name = "logits of 1e4", .size = 100});
+}
+
+TEST_F(CudaMma, SoftcapAndDropout) {
+  check_both({.name = "softcap", .mask = causal(), .scale = 1.0, .softcap = 5});
+  check_both({.name = "dropout", .queries = 150, .keys = 150, .mask = causal(), .dropout = 0.3});
+  check_both({.name = "dropout of all", .dropout = 1.0});
+  check_both({.name = "both, gathers",
+              .queries = 216,
+              .keys = 216,
+              .width = 128,
+              .value_width = 128,
+              .mask = neighborhood({.grid = {6, 6, 6}, .window = {3}, .boundary = {wrap}}),
+              .softcap = 3,
+              .dropout = 0.2});
+}
+
+// A random tensor that every call makes anew with the same values.
+Variable random_bias(const Shape& shape, DType dtype, Device device, bool differentiable) {
+  Generator g(23);
+  return Variable(randn(shape, 0, 1, f64, g).to(bf16).to(f16).to(dtype).to(device), differentiable);
+}
+
+TEST_F(CudaMma, Biases) {
+  const int64_t n = 120;  // a grid of 4 x 5 x 6
+  const auto with = [&](const char* name, Biases biases) {
+    return Case{
+        .name = name, .batch = 2, .queries = n, .keys = n, .mask = causal(), .biases = std::move(biases)};
+  };
+  check_both(with("dense, of all scores", [](DType dtype, Device device) {
+    return std::vector{AttentionBias(random_bias({2, 2, n, n}, dtype, device, true))};
+  }));
+  check_both(with("dense, broadcast", [](DType dtype, Device device) {
+    return std::vector{AttentionBias(random_bias({1, n}, dtype, device, false)),
+                       AttentionBias(random_bias({2, 1, n, 1}, dtype, device, false))};
+  }));
+  check_both(with("relative", [](DType dtype, Device device) {
+    return std::vector{
+        relative_bias(random_bias({2, 5, 3, 7}, dtype, device, false), {4, 5, 6}, {true, false, true})};
+  }));
+  check_both(with("alibi and dense", [](DType dtype, Device device) {
+    return std::vector{alibi(alibi_slopes(2).to(device)),
+                       AttentionBias(random_bias({2, 2, n, n}, dtype, device, true))};
+  }));
+  Case capped = with("softcap below a bias", [](DType dtype, Device device) {
+    return std::vector{AttentionBias(random_bias({2, 2, n, n}, dtype, device, true))};
+  });
+  capped.softcap = 2, capped.dropout = 0.1;
+  check_both(capped);
+}
+
+TEST_F(CudaMma, ManyMatrices) {
+  check_case({.name = "70000 heads",
+              .batch = 350,
+              .heads = 200,
+              .kv_heads = 200,
+              .queries = 3,
+              .keys = 2,
+              .width = 8,
+              .value_width = 8},
+             bf16);
+}
+
+TEST_F(CudaMma, NoTokens) {
+  for (const auto& [queries, keys] : {std::pair<int64_t, int64_t>{0, 5}, {5, 0}, {0, 0}}) {
+    Tape tape;
+    const auto make = [](int64_t n) { return Variable(Tensor::full({1, 2, n, 16}, 1, f16, cuda), true); };
+    const Variable q = make(queries), k = make(keys), v = make(keys);
+    const auto [out, lse] = attention(q, k, v, {.backend = Backend::cuda_mma});
+    EXPECT_EQ(norm(out.value()), 0);
+    for (double x : lse.value().to_vector<double>()) EXPECT_EQ(x, -std::numeric_limits<double>::infinity());
+    tape.backward({out}, {Tensor::full(out.shape(), 1, f16, cuda)});
+    for (const Variable& x : {q, k, v})
+      if (x.grad().defined()) {
+        EXPECT_EQ(norm(x.grad()), 0);
+      }
+  }
+}
+
+// One gradient alone takes other kernels than all together; the values must not change.
+TEST_F(CudaMma, EachGradientAlone) {
+  for (int64_t width : {64, 256}) {
+    const Case c{.name = "", .width = width, .value_width = width, .mask = causal()};
+    const Operands o = random_operands(c, bf16);
+    const Results all = run(c, o, bf16, cuda, Backend::cuda_mma);
+    for (int wanted = 0; wanted < 3; ++wanted) {
+      Tape tape;
+      const Variable q(o.q.to(bf16).to(cuda), wanted == 0), k(o.k.to(bf16).to(cuda), wanted == 1),
+          v(o.v.to(bf16).to(cuda), wanted == 2);
+      const auto [out, lse] = attention(q, k, v, {.mask = c.mask, .backend = Backend::cuda_mma});
+      tape.backward({out, lse}, {o.d_out.to(bf16).to(cuda), o.d_lse.to(f32).to(cuda)});
+      const Variable& x = wanted == 0 ? q : wanted == 1 ? k : v;
+      const Tensor& expected = wanted == 0 ? all.dq : wanted == 1 ? all.dk : all.dv;
+      EXPECT_EQ(x.grad().to_vector<double>(), expected.to_vector<double>()) << wanted;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torus
