@@ -249,7 +249,7 @@ TEST_F(OptimCuda, LossScale) {
     SGD optimizer({{"p", p}}, {.lr = 1});
     LossScale scale({.initial = 1024, .interval = 2}, device);
     scales.emplace_back();
-    for (double grad : {1.0, INFINITY, 2.0, 3.0, 4.0, NAN, 5.0}) {
+    for (double grad : std::vector<double>{1, INFINITY, 2, 3, 4, NAN, 5}) {
       p.mutable_grad() = Tensor::full({5}, grad, f16, device);
       const Tensor norm = grad_norm({p});
       optimizer.step({.grad_norm = norm, .max_norm = 0.005, .grad_scale = 0.5, .loss_scale = scale.tensor()});
