@@ -425,7 +425,6 @@ cudaStream_t stream_of(Device device) { return state(device.index).stream; }
 const cudaDeviceProp& properties(Device device) { return state(device.index).properties; }
 
 void allow_shared_memory(const void* kernel, size_t bytes) {
-  if (bytes <= 48 * 1024) return;
   static std::mutex mutex;
   static auto* allowed = new std::map<std::pair<const void*, int>, size_t>;
   int device = 0;

@@ -30,7 +30,8 @@ inline cudaStream_t stream_of(const Tensor& tensor) { return stream_of(tensor.de
 /// Properties of a device, read once.
 const cudaDeviceProp& properties(Device device);
 
-/// Lets a kernel use more than 48 KB of dynamic shared memory. Cheap enough to call before each launch.
+/// Lets a kernel use more than 48 KB of shared memory, `bytes` of it dynamic. Cheap enough to call before each
+/// launch.
 void allow_shared_memory(const void* kernel, size_t bytes);
 
 /// Blocks of `threads` that cover `count` indices, for kernels that stride over the rest of the grid.

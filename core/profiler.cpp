@@ -1,3 +1,4 @@
+#include "torus/core/device_profiler.h"
 #include "torus/core/profiler.h"
 
 #include <algorithm>
@@ -153,20 +154,31 @@ std::string detail::open_scopes() {
 
 // ----------------------------------------------------------------------------------------------- Profiler
 
+namespace {
+detail::DeviceProfiler device_profiler = {nullptr, nullptr};
+}
+void detail::set_device_profiler(DeviceProfiler profiler) { device_profiler = profiler; }
+
 Profiler::Profiler() {
   static uint64_t sessions = 0;
-  std::lock_guard lock(shared().mutex);
+  std::unique_lock lock(shared().mutex);
   check(!shared().active, Error::Kind::Value, "[profiler] expected one profiler at a time, got a second");
   shared().active = this;
   session = ++sessions;
   ++detail::scope_listeners;
+  lock.unlock();
+  if (device_profiler.start) device_profiler.start();
 }
 
 Profiler::~Profiler() { stop(); }
 
 void Profiler::stop() {
+  {
+    std::lock_guard lock(shared().mutex);
+    if (shared().active != this) return;
+  }
+  if (device_profiler.stop) device_profiler.stop();  // adds its events
   std::lock_guard lock(shared().mutex);
-  if (shared().active != this) return;
   shared().active = nullptr;
   session = 0;
   --detail::scope_listeners;

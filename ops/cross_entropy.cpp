@@ -54,7 +54,7 @@ void cross_entropy_forward_cpu(Tensor& loss, Tensor& statistics, const Tensor& l
     double total = 0;
     for (double one : losses) total += one;
     const int64_t count = count_targets(targets, ignore_index);
-    *loss.mutable_data<T>() = static_cast<T>(static_cast<C>(count ? total / static_cast<double>(count) : 0));
+    *loss.mutable_data<C>() = static_cast<C>(count ? total / static_cast<double>(count) : 0);
   });
 }
 
@@ -73,7 +73,7 @@ void cross_entropy_backward_cpu(Tensor& dlogits, const Tensor& grad, const Tenso
     const T* const x = logits.data<T>();
     const C* const statistics_data = statistics.data<C>();
     const C spread = static_cast<C>(smoothing / static_cast<double>(n)), rest = static_cast<C>(1 - smoothing);
-    const C weight = static_cast<C>(C(*grad.data<T>()) / static_cast<C>(std::max<int64_t>(count, 1)));
+    const C weight = static_cast<C>(*grad.data<C>() / static_cast<C>(std::max<int64_t>(count, 1)));
     parallel_for(0, rows, elementwise_grain / (2 * n + 1) + 1, [=](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         T* to = dx + row * n;
@@ -115,8 +115,9 @@ Variable cross_entropy(const Variable& logits, const Tensor& targets, int64_t ig
         "[cross_entropy] smoothing must be in [0, 1), got ", smoothing);
   const Tensor flat = as_rows(logits.value()).contiguous();
   const Tensor wanted = targets.contiguous();
-  Tensor loss = Tensor::empty({}, logits.dtype(), logits.device());
-  Tensor statistics = Tensor::empty({flat.size(0), 2}, logits.dtype() == f64 ? f64 : f32, logits.device());
+  const DType wide = logits.dtype() == f64 ? f64 : f32;
+  Tensor loss = Tensor::empty({}, wide, logits.device());
+  Tensor statistics = Tensor::empty({flat.size(0), 2}, wide, logits.device());
   forward_kernel(logits.device(), loss, statistics, flat, wanted, ignore_index, smoothing);
   // Saved: the logits, the targets and two numbers a row, from which the probabilities are made again.
   return record("cross_entropy", {logits}, loss,

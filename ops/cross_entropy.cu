@@ -130,7 +130,8 @@ __global__ void __launch_bounds__(threads)
       take(gpu::widen(x[i < cut.head ? i : tail + i - cut.head]));
 
     const C largest = over_row<warps>(seen.largest, -infinity, space, Larger{});
-    const C scaled = seen.largest == -infinity ? C(0) : seen.sum * exponential<T>(seen.largest - largest);
+    // 0 where all was -inf; a NaN stays one.
+    const C scaled = seen.sum == 0 ? C(0) : seen.sum * exponential<T>(seen.largest - largest);
     const C sum = over_row<warps>(scaled, C(0), space, gpu::Plus{});
     // How far the target, or the smoothed mean of all classes, is below the largest.
     double below = static_cast<double>(largest) - static_cast<double>(gpu::widen(x[target]));
@@ -148,9 +149,9 @@ __global__ void __launch_bounds__(threads)
 }
 
 // One block: `count` gets the number of targets that are not ignored; with losses, loss gets their mean.
-template <class T>
+template <class C>
 __global__ void __launch_bounds__(1024)
-    mean_of_rows(T* loss, int64_t* count, const double* losses, const int64_t* targets, int64_t rows,
+    mean_of_rows(C* loss, int64_t* count, const double* losses, const int64_t* targets, int64_t rows,
                  int64_t ignore_index) {
   __shared__ double space[32];
   __shared__ int64_t space_i64[32];
@@ -167,14 +168,14 @@ __global__ void __launch_bounds__(1024)
   if (count) *count = counted;
   if (loss) {
     const double mean = counted > 0 ? total / static_cast<double>(counted) : 0;
-    *loss = gpu::narrow<T>(static_cast<gpu::compute<T>>(mean));
+    *loss = static_cast<C>(mean);
   }
 }
 
 // dlogits may be logits: each element is read before it is written, by the same thread.
 template <class T, int warps>
 __global__ void __launch_bounds__(threads)
-    backward_rows(T* dlogits, const T* __restrict__ grad, const T* logits,
+    backward_rows(T* dlogits, const gpu::compute<T>* __restrict__ grad, const T* logits,
                   const int64_t* __restrict__ targets, const gpu::compute<T>* __restrict__ statistics,
                   const int64_t* __restrict__ count, int64_t rows, int64_t n, int64_t ignore_index,
                   double smoothing) {
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(threads)
   constexpr int width = Pack<T>::count, row_threads = 32 * warps, groups = threads / row_threads;
   constexpr int at_once = 4;
   const int thread = threadIdx.x % row_threads;
-  const C weight = gpu::widen(*grad) / static_cast<C>(*count > 0 ? *count : 1);
+  const C weight = *grad / static_cast<C>(*count > 0 ? *count : 1);
   const C spread = static_cast<C>(smoothing / static_cast<double>(n)) * weight,
           rest = static_cast<C>(1 - smoothing) * weight;
   for (int64_t row = int64_t{blockIdx.x} * groups + threadIdx.x / row_threads; row < rows;
@@ -261,7 +262,7 @@ void forward(Tensor& loss, Tensor& statistics, const Tensor& logits, const Tenso
       launch(forward_rows<T, 1>, warps_of_block);
     else
       launch(forward_rows<T, warps_of_block>, 1);
-    mean_of_rows<T><<<1, 1024, 0, stream>>>(gpu::write<T>(loss), nullptr, to, gpu::read<int64_t>(targets),
+    mean_of_rows<gpu::compute<T>><<<1, 1024, 0, stream>>>(gpu::write<gpu::compute<T>>(loss), nullptr, to, gpu::read<int64_t>(targets),
                                             rows, ignore_index);
     gpu::check_launch("cross_entropy");
   });
@@ -276,12 +277,12 @@ void backward(Tensor& dlogits, const Tensor& grad, const Tensor& logits, const T
   gpu::dispatch_floating(logits.dtype(), "cross_entropy", [&](auto zero) {
     using T = decltype(zero);
     int64_t* const counted = gpu::write<int64_t>(count);
-    mean_of_rows<T>
+    mean_of_rows<gpu::compute<T>>
         <<<1, 1024, 0, stream>>>(nullptr, counted, nullptr, gpu::read<int64_t>(targets), rows, ignore_index);
     gpu::check_launch("cross_entropy");
     const auto launch = [&](auto kernel, int rows_a_block) {
       kernel<<<gpu::blocks_for(rows, rows_a_block), threads, 0, stream>>>(
-          gpu::write<T>(dlogits), gpu::read<T>(grad), gpu::read<T>(logits), gpu::read<int64_t>(targets),
+          gpu::write<T>(dlogits), gpu::read<gpu::compute<T>>(grad), gpu::read<T>(logits), gpu::read<int64_t>(targets),
           gpu::read<gpu::compute<T>>(statistics), counted, rows, n, ignore_index, smoothing);
       gpu::check_launch("cross_entropy");
     };

@@ -113,7 +113,8 @@ Variable embedding(const Variable& weight, const Tensor& indices);
 /// Mean over the targets that are not `ignore_index` of log(sum(exp(logits))) - logits[target]. logits [N, V]
 /// and targets [N], or more leading axes; targets i64. Never stores probabilities beside the logits. No
 /// target at all gives 0 and zero gradients. With `smoothing` e in [0, 1), the weight 1 of the target becomes
-/// 1 - e, and e / V goes to each of the V classes (Szegedy et al., 2016).
+/// 1 - e, and e / V goes to each of the V classes (Szegedy et al., 2016). The loss of 16-bit
+/// logits is f32.
 inline constexpr int64_t ignore_none = -100;
 Variable cross_entropy(const Variable& logits, const Tensor& targets, int64_t ignore_index = ignore_none,
                        double smoothing = 0);
