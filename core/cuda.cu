@@ -22,7 +22,8 @@ void check_call(cudaError_t error, const char* what) {
 
 namespace {
 
-// ------------------------------------------------------------------------------------ memory of captured steps
+// ------------------------------------------------------------------------------------ memory of captured
+// steps
 
 // Memory that a captured step takes its tensors from: their addresses stay, so that replays may use them.
 class Arena {
@@ -443,7 +444,8 @@ Fault* fault_slot(Device device) { return state(device.index).fault; }
 int fault_code(const char* op, const char* what) {
   FaultTable& table = fault_table();
   std::lock_guard lock(table.mutex);
-  const auto found = std::find(table.messages.begin(), table.messages.end(), std::pair<std::string, std::string>(op, what));
+  const auto found =
+      std::find(table.messages.begin(), table.messages.end(), std::pair<std::string, std::string>(op, what));
   if (found != table.messages.end()) return static_cast<int>(found - table.messages.begin()) + 1;
   table.messages.emplace_back(op, what);
   return static_cast<int>(table.messages.size());

@@ -15,8 +15,8 @@ namespace {
 using namespace gpu;
 
 void check_cublas(cublasStatus_t status) {
-  check(status == CUBLAS_STATUS_SUCCESS, Error::Kind::Device, "[product] cuBLASLt: ",
-        cublasLtGetStatusString(status));
+  check(status == CUBLAS_STATUS_SUCCESS, Error::Kind::Device,
+        "[product] cuBLASLt: ", cublasLtGetStatusString(status));
 }
 
 constexpr size_t workspace_bytes = size_t{32} << 20;
@@ -40,10 +40,14 @@ Library& library(Device device) {
 
 cudaDataType_t type_of(DType dtype) {
   switch (dtype) {
-    case f64: return CUDA_R_64F;
-    case f16: return CUDA_R_16F;
-    case bf16: return CUDA_R_16BF;
-    default: return CUDA_R_32F;
+    case f64:
+      return CUDA_R_64F;
+    case f16:
+      return CUDA_R_16F;
+    case bf16:
+      return CUDA_R_16BF;
+    default:
+      return CUDA_R_32F;
   }
 }
 
@@ -83,8 +87,8 @@ cublasLtMatrixLayout_t layout(const Plan& plan, const Plan::Operand& x, int64_t 
   check_cublas(cublasLtMatrixLayoutCreate(&result, type_of(plan.dtype), static_cast<uint64_t>(rows),
                                           static_cast<uint64_t>(columns), x.leading));
   const auto batches = static_cast<int32_t>(plan.batches);
-  check_cublas(cublasLtMatrixLayoutSetAttribute(result, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batches,
-                                                sizeof batches));
+  check_cublas(
+      cublasLtMatrixLayoutSetAttribute(result, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batches, sizeof batches));
   check_cublas(cublasLtMatrixLayoutSetAttribute(result, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
                                                 &x.batch_stride, sizeof x.batch_stride));
   return result;

@@ -1,4 +1,3 @@
-#include "torus/core/device_profiler.h"
 #include "torus/core/profiler.h"
 
 #include <algorithm>
@@ -10,6 +9,7 @@
 #include <mutex>
 #include <sstream>
 
+#include "torus/core/device_profiler.h"
 #include "torus/core/error.h"
 #include "torus/core/tensor.h"
 

@@ -76,9 +76,12 @@ void copy_bytes(void* to, const void* from, Strided<2> walk, size_t size, cudaSt
     for (int axis = 0; axis + 1 < walk.axes; ++axis) walk.step[0][axis] /= pack, walk.step[1][axis] /= pack;
     return launch_copy(static_cast<uint4*>(to), static_cast<const uint4*>(from), walk, stream);
   }
-  if (size == 8) return launch_copy(static_cast<uint64_t*>(to), static_cast<const uint64_t*>(from), walk, stream);
-  if (size == 4) return launch_copy(static_cast<uint32_t*>(to), static_cast<const uint32_t*>(from), walk, stream);
-  if (size == 2) return launch_copy(static_cast<uint16_t*>(to), static_cast<const uint16_t*>(from), walk, stream);
+  if (size == 8)
+    return launch_copy(static_cast<uint64_t*>(to), static_cast<const uint64_t*>(from), walk, stream);
+  if (size == 4)
+    return launch_copy(static_cast<uint32_t*>(to), static_cast<const uint32_t*>(from), walk, stream);
+  if (size == 2)
+    return launch_copy(static_cast<uint16_t*>(to), static_cast<const uint16_t*>(from), walk, stream);
   launch_copy(static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), walk, stream);
 }
 
@@ -104,8 +107,8 @@ void copy_here(Tensor& into, const Tensor& from) {
       using To = decltype(to_zero);
       using From = decltype(from_zero);
       if constexpr (!std::is_same_v<To, From>) {
-        copy_places<To, From><<<blocks_for(walk.count, 256), 256, 0, stream>>>(write<To>(into),
-                                                                               read<From>(from), walk);
+        copy_places<To, From>
+            <<<blocks_for(walk.count, 256), 256, 0, stream>>>(write<To>(into), read<From>(from), walk);
         check_launch("copy");
       }
     });
@@ -181,6 +184,7 @@ __global__ void sum_columns(C* parts, const T* from, const __grid_constant__ Str
     C sum[width] = {};
     if (column < kept.count) {
       const T* const top = from + place(kept, column);
+#pragma unroll 4
       for (int64_t i = blockIdx.y * part + threadIdx.y; i < last; i += 8) {
         const T* const at = top + place(summed, i);
         if constexpr (width > 1) {
@@ -207,13 +211,23 @@ __global__ void sum_columns(C* parts, const T* from, const __grid_constant__ Str
   }
 }
 
+// 8 rows of threads share the parts of each output.
 template <class T, class C>
 __global__ void add_parts(T* into, const C* parts, int64_t count, int64_t parts_count, C divisor) {
-  for (int64_t j = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; j < count;
-       j += int64_t{gridDim.x} * blockDim.x) {
+  __shared__ C space[8][32];
+  for (int64_t first = int64_t{blockIdx.x} * 32; first < count; first += int64_t{gridDim.x} * 32) {
+    const int64_t j = first + threadIdx.x;
     C sum = 0;
-    for (int64_t p = 0; p < parts_count; ++p) sum += parts[p * count + j];
-    into[j] = narrow<T>(sum / divisor);
+    if (j < count)
+      for (int64_t p = threadIdx.y; p < parts_count; p += 8) sum += parts[p * count + j];
+    space[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y == 0 && j < count) {
+      C total = 0;
+      for (int row = 0; row < 8; ++row) total += space[row][threadIdx.x];
+      into[j] = narrow<T>(total / divisor);
+    }
+    __syncthreads();
   }
 }
 
@@ -231,8 +245,12 @@ void sum_leading(Tensor& into, const Tensor& from, int summed_axes, double divis
     using C = compute<T>;
     constexpr int width = Pack<T>::count;
     const T* const data = read<T>(from);
+    bool packs =
+        width > 1 && kept.axes == 1 && kept.step[0][0] == 1 && kept.count % width == 0 && is_aligned(data);
+    for (int axis = 0; axis < summed.axes; ++axis) packs = packs && summed.step[0][axis] % width == 0;
     // Enough blocks for any device, each with enough to do.
-    const int64_t columns = by_column ? (kept.count + 31) / 32 : kept.count;
+    const int64_t across = 32 * (packs ? width : 1);  // outputs of a block
+    const int64_t columns = by_column ? (kept.count + across - 1) / across : kept.count;
     const int64_t least = by_column ? 64 : 2048;
     const int64_t wanted = std::max<int64_t>(1, 1024 / columns);
     const int64_t part = std::max(least, (summed.count + wanted - 1) / wanted);
@@ -241,21 +259,18 @@ void sum_leading(Tensor& into, const Tensor& from, int summed_axes, double divis
     C* const to = space.mutable_data<C>();
     const auto rows = static_cast<unsigned>(parts);
     if (by_column) {
-      bool packs = kept.axes == 1 && kept.step[0][0] == 1 && kept.count % width == 0 && is_aligned(data);
-      for (int axis = 0; axis < summed.axes; ++axis) packs = packs && summed.step[0][axis] % width == 0;
-      if (packs && width > 1)
-        sum_columns<width><<<dim3(blocks_for(kept.count / width, 32), rows), dim3(32, 8), 0, stream>>>(
-            to, data, summed, kept, part);
+      const dim3 grid(static_cast<unsigned>(std::min<int64_t>(columns, 1 << 20)), rows), block(32, 8);
+      if (packs)
+        sum_columns<width><<<grid, block, 0, stream>>>(to, data, summed, kept, part);
       else
-        sum_columns<1><<<dim3(blocks_for(kept.count, 32), rows), dim3(32, 8), 0, stream>>>(to, data, summed,
-                                                                                          kept, part);
+        sum_columns<1><<<grid, block, 0, stream>>>(to, data, summed, kept, part);
     } else {
       const auto lines = static_cast<unsigned>(std::min<int64_t>(kept.count, 1 << 20));
       sum_lines<<<dim3(lines, rows), sum_threads, 0, stream>>>(to, data, summed, kept, part);
     }
     check_launch("sum_to");
-    add_parts<<<blocks_for(kept.count, 256), 256, 0, stream>>>(write<T>(into), to, kept.count, parts,
-                                                               C(divisor));
+    add_parts<<<blocks_for(kept.count, 32), dim3(32, 8), 0, stream>>>(write<T>(into), to, kept.count, parts,
+                                                                      C(divisor));
     check_launch("sum_to");
   });
 }

@@ -151,7 +151,8 @@ class TokenTask : public Task {
   }
   std::string describe(double score) const override { return format("validation loss %.3f", score); }
   void show_sample(const torus::GPT& model, const torus::GenerateOptions& options) const override {
-    const torus::Tensor tokens = generate(model, torus::Tensor::from({parts_.held_out.to_vector<int64_t>()[0]}).reshape({1, 1}), options);
+    const torus::Tensor tokens = generate(
+        model, torus::Tensor::from({parts_.held_out.to_vector<int64_t>()[0]}).reshape({1, 1}), options);
     std::printf("a sample:");
     for (int64_t token : tokens.to_vector<int64_t>()) std::printf(" %ld", long(token));
     std::printf("\n\n");

@@ -30,8 +30,8 @@ struct Options {
   double minutes = 0, temperature = 0.8;
 };
 
-// Sizes, and steps that take two cores two minutes (nano and addition), six (toy) and nine hours (char). That of
-// GPT-2 is for a CUDA device.
+// Sizes, and steps that take two cores two minutes (nano and addition), six (toy) and nine hours (char). That
+// of GPT-2 is for a CUDA device.
 const std::map<std::string, Settings> presets = {
     {"nano",
      {{"layers", "4"},
@@ -129,7 +129,8 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
   limit("dropout", CLI::Range(0.0, 1.0));
 
   app.add_option("--text", o.text, "file to train on (default: the sources of Torus)");
-  app.add_option("--tokens", o.tokens, "file of 16-bit tokens to train on instead of a text, as llm.c writes them");
+  app.add_option("--tokens", o.tokens,
+                 "file of 16-bit tokens to train on instead of a text, as llm.c writes them");
   app.add_option("--device", o.device, "cpu (default) or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
   app.add_option("--minutes", o.minutes, "stop after so long, at whatever step")
       ->check(CLI::NonNegativeNumber);
@@ -200,8 +201,8 @@ class Trainer {
         }) {}
 
   void step(const Batch& batch, double lr) {
-    check(batch.inputs.shape() == inputs_.shape(), Error::Kind::Value, "expected batches of ", inputs_.shape(),
-          ", got ", batch.inputs.shape());
+    check(batch.inputs.shape() == inputs_.shape(), Error::Kind::Value, "expected batches of ",
+          inputs_.shape(), ", got ", batch.inputs.shape());
     inputs_.copy_(batch.inputs);
     targets_.copy_(batch.targets);
     optimizer_.set_lr(lr);
@@ -214,7 +215,8 @@ class Trainer {
   std::vector<double> losses() {
     const std::vector<double> numbers = recent_.to_vector<double>();
     std::vector<double> result;
-    for (size_t i = 0; i < static_cast<size_t>(std::exchange(taken_, 0)); ++i) {
+    const auto taken = static_cast<size_t>(std::exchange(taken_, 0));
+    for (size_t i = 0; i < taken; ++i) {
       check(std::isfinite(numbers[2 * i + 1]), Error::Kind::Value,
             "the gradient is not finite; try a lower --lr");
       result.push_back(numbers[2 * i]);
@@ -237,8 +239,8 @@ double evaluate(GPT& model, const Task& task, bool quick) {
   return result;
 }
 
-// Of a model's matrix products in one step, forward and backward: 6 for each parameter and token, and 6 T C for
-// each layer's causal attention.
+// Of a model's matrix products in one step, forward and backward: 6 for each parameter and token, and 6 T C
+// for each layer's causal attention.
 double flops_per_token(const GPT& model) {
   const GPTConfig& config = model.config();
   return 6 * (static_cast<double>(model.parameter_count()) +
@@ -359,7 +361,9 @@ int run(Options& options, std::vector<Flag>& flags) {
              .heads = options.heads,
              .width = options.width,
              .dropout = options.dropout,
-             .dtype = options.dtype == "f64" ? f64 : options.dtype == "bf16" ? bf16 : f32});
+             .dtype = options.dtype == "f64"    ? f64
+                      : options.dtype == "bf16" ? bf16
+                                                : f32});
   const Device device = options.device == "cuda" ? cuda : cpu;
   model.to(device);
   AdamW optimizer(model.named_parameters(), {.beta2 = 0.99, .weight_decay = 0.1});
