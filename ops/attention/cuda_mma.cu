@@ -77,10 +77,6 @@ std::string refusal(const AttentionProblem& p) {
   if (shared_memory(padded_width(p)) + (size_t{8} << 10) > device.sharedMemPerBlockOptin)
     return "the device has too little shared memory for this width";
   if (p.bias.size() > max_terms) return "it takes at most 4 biases";
-  const Shape scores{p.batch(), p.heads(), p.queries(), p.keys()};
-  for (const AttentionBias& bias : p.bias)
-    if (bias.value().requires_grad() && bias.value().shape() != scores)
-      return "it has no gradients for biases that are not of all scores";
   return "";
 }
 

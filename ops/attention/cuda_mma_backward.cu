@@ -1,6 +1,7 @@
 // Backward of attention on tensor cores. Keys own blocks of threads for dK and dV, then queries for dQ: each
 // recomputes scores, so every sum has one owner and one order, whatever the map. A warp holds 16 owners by 64
-// others in registers, from which weights and their gradients go into the second products.
+// others in registers, from which weights and their gradients go into the second products. Where order does
+// not matter, keys add to dQ as well, and nothing is computed twice.
 #include <limits>
 
 #include "torus/ops/attention/cuda_mma.h"
@@ -74,6 +75,8 @@ __global__ void __launch_bounds__(256) prepare_rows(const __grid_constant__ RowA
 struct BackwardArguments {
   Operand q, k, v, d_out;
   Operand dq, dk, dv;  // data null: not wanted
+  float* dq_sum;       // [B, H, Nq, dq_step], of keys that add to it
+  int64_t dq_step;
   RowNumbers rows;
   int64_t heads, kv_heads, queries;
   int width, value_width;
@@ -86,14 +89,26 @@ struct BackwardArguments {
 // Queries and output gradients (or keys and values) are read one block ahead, if the shared memory suffices.
 template <int width>
 constexpr int stages = width <= 128 ? 2 : 1;
-template <int width>
-constexpr size_t backward_memory = size_t{64} * width * 2 * (2 + 2 * stages<width>);
+template <int width, bool adds_dq = false>
+constexpr size_t backward_memory = size_t{64} * width * 2 *
+                                   (2 + 2 * stages<width>)+(adds_dq ? 64 * 64 * 2 : 0);
 
-// Owners x (keys: k, v; queries: q, dO) and others y. Keys: dK if `of_scores`, dV if `of_weights`. Queries:
-// dQ.
-template <class T, int width, Side owners, bool of_scores, bool of_weights, bool general>
+// *to += x and to[1] += y, in any order. A multiple of 8 bytes.
+__device__ inline void add_two(float* to, float x, float y) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+#else
+  atomicAdd(to, x);
+  atomicAdd(to + 1, y);
+#endif
+}
+
+// Owners x (keys: k, v; queries: q, dO) and others y. Keys: dK if `of_scores`, dV if `of_weights`, and what
+// they add to dQ if `adds_dq`. Queries: dQ.
+template <class T, int width, Side owners, bool of_scores, bool of_weights, bool adds_dq, bool general>
 __global__ void __launch_bounds__(threads) backward(const __grid_constant__ BackwardArguments a) {
-  static_assert(owners == Side::key || (of_scores && !of_weights));
+  static_assert(owners == Side::key || (of_scores && !of_weights && !adds_dq));
+  static_assert(!adds_dq || (of_scores && stages<width> == 2));
   constexpr bool keys_own = owners == Side::key;
   constexpr bool keep_x = width == 64;  // in registers
   extern __shared__ __align__(128) char memory[];
@@ -104,6 +119,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
   char* const x1_tile = memory;
   char* const x2_tile = x1_tile + tile_bytes;
   char* const y_tiles = x2_tile + tile_bytes;
+  [[maybe_unused]] char* const ds_tile = y_tiles + 2 * stages<width> * tile_bytes;  // [64 keys, 64 queries]
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
 
   int64_t tile, matrix;
@@ -133,6 +149,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
   [[maybe_unused]] auto x2_block = down_first<width>(x2_tile, 16 * warp, lane);
   const float to_log2 = (general ? 1 : a.scores.scale) * log2_e;
 
+  [[maybe_unused]] uint32_t own_rows = 0;  // pairs of rows that have a token: others must add nothing to dQ
   // Of the lane's rows: their tokens, and, where these are queries, their numbers.
   int64_t own_tokens[2];
   [[maybe_unused]] float own_lse[2] = {}, own_delta[2] = {};
@@ -140,6 +157,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     own_tokens[half] = own_token(16 * warp + lane / 4 + 8 * half);
+    if (own_tokens[half] >= 0) own_rows |= 0x33333333u << 2 * half;
     if (!keys_own && own_tokens[half] >= 0) {
       const int64_t row = matrix * a.queries + own_tokens[half];
       own_lse[half] = a.rows.lse[row];
@@ -192,7 +210,8 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
 
     const char* const y1_tile = y_tiles + stage * tile_bytes;
     const char* const y2_tile = y1_tile + stages<width> * tile_bytes;
-    const uint32_t allowed = allowed_pairs(block, 0, warp, lane);
+    uint32_t allowed = allowed_pairs(block, 0, warp, lane);
+    if constexpr (adds_dq) allowed &= own_rows;
     x1_block.computed_here(), x2_block.computed_here();
 
     // Products of x1 and y1, and of x2 and y2: scores and gradients of weights.
@@ -316,8 +335,53 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
         }
       }
     };
+    if constexpr (adds_dq)
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = 16 * warp + lane / 4 + 8 * half;
+          *reinterpret_cast<uint32_t*>(ds_tile + offset_in_tile<64>(row, 8 * j) + lane % 4 * 4) =
+              pack<T>(dp[j][2 * half], dp[j][2 * half + 1]);
+        }
     if constexpr (of_weights) multiply_down(d_x2, s, y2_tile);
     if constexpr (of_scores) multiply_down(d_x1, dp, y1_tile);
+    if constexpr (adds_dq) {
+      __syncthreads();
+      // 16 queries a warp, 64 columns at a time.
+      auto ds_block = across_first<64>(ds_tile, 0, lane);
+      auto k_block = down_first<width>(x1_tile, 0, lane);
+      ds_block.computed_here(), k_block.computed_here();
+      float* to[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t token = tokens[i % 3][16 * warp + lane / 4 + 8 * half];
+        const int64_t row = ((b * a.heads + first_head + block.member) * a.queries + token) * a.dq_step;
+        to[half] = token < 0 ? nullptr : a.dq_sum + row + lane % 4 * 2;
+      }
+#pragma unroll
+      for (int first = 0; first < width; first += 64) {
+        float dq[8][4] = {};
+#pragma unroll
+        for (int kk = 0; kk < 4; ++kk) {
+          uint32_t x[4];
+          load_transposed(x, ds_block.at(16 * kk, 16 * warp));
+#pragma unroll
+          for (int j = 0; j < 8; j += 2) {
+            uint32_t y[4];
+            load_transposed(y, k_block.at(16 * kk, first + 8 * j));
+            multiply_add<T>(dq[j], x, y[0], y[1]);
+            multiply_add<T>(dq[j + 1], x, y[2], y[3]);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            if (to[half] && first + 8 * j + lane % 4 * 2 < a.dq_step)
+              add_two(to[half] + first + 8 * j, dq[j][2 * half], dq[j][2 * half + 1]);
+      }
+    }
 
     if (thread < tile_size) tokens[(i + 2) % 3][thread] = later_token;
     if constexpr (stages<width> == 1) {
@@ -342,11 +406,24 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
   }
 }
 
-template <class T, int width, Side owners, bool of_scores, bool of_weights>
+// dq = scale * sum, a thread an element.
+template <class T>
+__global__ void __launch_bounds__(256) finish_dq(const __grid_constant__ BackwardArguments a, int64_t count) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
+    const int64_t row = i / a.dq_step, column = i % a.dq_step, matrix = row / a.queries;
+    if (column < a.width)
+      a.dq.of<T>(matrix / a.heads, matrix % a.heads)[row % a.queries * a.dq.row + column] =
+          narrow<T>(a.scores.scale * a.dq_sum[i]);
+  }
+}
+
+template <class T, int width, Side owners, bool of_scores, bool of_weights, bool adds_dq = false>
 void launch(const BackwardArguments& arguments, bool general, cudaStream_t stream) {
-  const auto kernel = general ? backward<T, width, owners, of_scores, of_weights, true>
-                              : backward<T, width, owners, of_scores, of_weights, false>;
-  constexpr size_t bytes = backward_memory<width>;
+  auto kernel = backward<T, width, owners, of_scores, of_weights, adds_dq, false>;
+  if constexpr (!adds_dq)
+    if (general) kernel = backward<T, width, owners, of_scores, of_weights, false, true>;
+  constexpr size_t bytes = backward_memory<width, adds_dq>;
   allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
   const int64_t blocks = arguments.schedule.tiles * arguments.schedule.matrices;
   kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(arguments);
@@ -356,18 +433,35 @@ void launch(const BackwardArguments& arguments, bool general, cudaStream_t strea
 }  // namespace
 
 size_t shared_memory(int padded_width) {
-  return padded_width == 64    ? backward_memory<64>
-         : padded_width == 128 ? backward_memory<128>
+  return padded_width == 64    ? backward_memory<64, true>
+         : padded_width == 128 ? backward_memory<128, true>
                                : backward_memory<256>;
 }
 
 void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& g) {
-  for (Tensor& d_bias : g.d_bias)
-    if (d_bias.defined()) d_bias.fill_(0);  // of pairs that nobody visits
   if (p.batch() * p.heads() * p.queries() * p.keys() == 0) {
     for (Tensor* x : {&g.dq, &g.dk, &g.dv})
       if (x->defined()) x->fill_(0);
+    for (Tensor& x : g.d_bias)
+      if (x.defined()) x.fill_(0);
     return;
+  }
+  // The gradient of a bias of all scores is written where these are; those that are sums are left to others.
+  torus::detail::AttentionGradients sums = g;
+  std::vector<Tensor> d_scores(g.d_bias.size());
+  bool wants_queries = g.dq.defined(), wants_sums = false;
+  for (size_t i = 0; i < g.d_bias.size(); ++i) {
+    if (!g.d_bias[i].defined()) continue;
+    const bool of_all = p.bias[i].kind() == AttentionBias::Kind::dense &&
+                        g.d_bias[i].shape() == Shape{p.batch(), p.heads(), p.queries(), p.keys()};
+    if (of_all) {
+      wants_queries = true;
+      sums.d_bias[i] = Tensor();
+      d_scores[i] = g.d_bias[i];
+      d_scores[i].fill_(0);  // of pairs that nobody visits
+    } else {
+      wants_sums = true;
+    }
   }
   const Device device = p.q.device();
   const cudaStream_t stream = stream_of(device);
@@ -376,7 +470,7 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
     d_out =
         torus::detail::empty_heads(p.batch(), p.heads(), p.queries(), p.value_width(), p.q.dtype(), device)
             .fill_(0);
-  const HostScores scores(p, g.d_bias);
+  const HostScores scores(p, d_scores);
   const MapTable maps = map_table(p);
   Tensor row_lse = Tensor::empty(g.lse.shape(), f32, device),
          row_delta = Tensor::empty(g.lse.shape(), f32, device);
@@ -415,6 +509,8 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
                              result(g.dq),
                              result(g.dk),
                              result(g.dv),
+                             nullptr,
+                             0,
                              rows,
                              p.heads(),
                              p.kv_heads(),
@@ -430,9 +526,6 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
                                  ? Schedule(maps.key_tiles, p.batch() * p.kv_heads(), bytes * group, false)
                                  : Schedule(maps.query_tiles, p.batch() * p.heads(), bytes / group, true)};
   };
-  bool wants_queries = g.dq.defined();
-  for (const Tensor& d_bias : g.d_bias) wants_queries |= d_bias.defined();
-
   dispatch_16_bit(p.q.dtype(), [&](auto zero) {
     using T = decltype(zero);
     prepare_rows<T><<<blocks_for(of_rows.rows, 32), 256, 0, stream>>>(of_rows, rows);
@@ -440,6 +533,17 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
     dispatch_width(padded_width(p), [&](auto width) {
       constexpr int w = decltype(width)::value;
       if constexpr (w <= 128) {
+        if (!p.deterministic && !scores.general && g.dq.defined() && (g.dk.defined() || g.dv.defined())) {
+          const int64_t step = (p.width() + 1) / 2 * 2;
+          Tensor sum = Tensor::zeros({p.batch(), p.heads(), p.queries(), step}, f32, device);
+          BackwardArguments adding = arguments(Side::key);
+          adding.dq_sum = sum.mutable_data<float>();
+          adding.dq_step = step;
+          launch<T, w, Side::key, true, true, true>(adding, false, stream);
+          finish_dq<T><<<blocks_for(sum.numel(), 256), 256, 0, stream>>>(adding, sum.numel());
+          check_launch("attention.backward");
+          return;
+        }
         if (g.dk.defined() || g.dv.defined())
           launch<T, w, Side::key, true, true>(arguments(Side::key), scores.general, stream);
       } else {  // registers hold one of the two
@@ -452,6 +556,7 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
         launch<T, w, Side::query, true, false>(arguments(Side::query), scores.general, stream);
     });
   });
+  if (wants_sums) bias_gradients(p, sums);
 }
 
 }  // namespace torus::gpu::mma

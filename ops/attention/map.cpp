@@ -74,28 +74,73 @@ class Builder {
     const auto owners = map.owners(tile, shape_.owners(side), space);
     const Candidates candidates = rule_.candidates(side, owners, shape_);
     TileVisits result;
-    for (const auto& range : candidates.ranges) {
-      if (range.first >= range.last) continue;
-      if (range.all) {
-        add(result, {Visit::Kind::interval, range.first, range.last - range.first, true, {}}, owners.size(),
-            static_cast<int64_t>(owners.size()) * (range.last - range.first));
+    // Where some ranges are whole and others are not, all are cut at multiples of 64: an odd end of a whole
+    // range joins the block that must be tried anyway.
+    const auto is_whole = [](const Candidates::Range& range) { return range.all; };
+    const auto& ranges = candidates.ranges;
+    const bool cut = std::any_of(ranges.begin(), ranges.end(), is_whole) &&
+                     !std::all_of(ranges.begin(), ranges.end(), is_whole);
+    const int64_t length = shape_.others(side);
+    Tried tried{*this, side, owners, cut, result, 0, 0};
+    for (const auto& range : ranges) {
+      int64_t first = range.first, last = range.last;
+      if (range.all && cut) {
+        first = (first + tile_size - 1) / tile_size * tile_size;
+        last = last == length ? length : last / tile_size * tile_size;
+      }
+      if (!range.all || first >= last) {
+        tried.add(range.first, range.last);
         continue;
       }
-      std::array<int64_t, tile_size> others;
-      for (int64_t first = range.first; first < range.last; first += tile_size) {
-        const int64_t count = std::min(tile_size, range.last - first);
-        std::iota(others.begin(), others.begin() + count, first);
-        const Atom atom = rule_.bits(side, owners, {others.data(), static_cast<size_t>(count)}, shape_);
-        const int64_t set = bits_set(atom);
-        const bool full = set == count * static_cast<int64_t>(owners.size());
-        if (set > 0)
-          add(result, {full ? Visit::Kind::interval : Visit::Kind::run, first, count, full, atom},
-              owners.size(), set);
-      }
+      tried.add(range.first, first);
+      tried.flush();
+      add(result, {Visit::Kind::interval, first, last - first, true, {}}, owners.size(),
+          static_cast<int64_t>(owners.size()) * (last - first));
+      tried.add(last, range.last);
     }
+    tried.flush();
     gather(side, owners, candidates.list, result);
     return result;
   }
+
+  // Blocks of contiguous tokens whose pairs are tried: from multiples of 64 on, or from the first token on.
+  struct Tried {
+    const Builder& builder;
+    Side side;
+    std::span<const int64_t> owners;
+    bool aligned;
+    TileVisits& result;
+    int64_t first;
+    uint64_t wanted;  // bit j: token first + j
+
+    void add(int64_t from, int64_t to) {
+      if (!aligned) flush();
+      for (int64_t token = from; token < to; ++token) {
+        if (wanted == 0 || token >= first + tile_size) {
+          flush();
+          first = aligned ? token / tile_size * tile_size : token;
+        }
+        wanted |= uint64_t{1} << (token - first);
+      }
+    }
+    void flush() {
+      if (wanted == 0) return;
+      const auto count = aligned ? std::min(tile_size, builder.shape_.others(side) - first)
+                                 : static_cast<int64_t>(std::bit_width(wanted));
+      std::array<int64_t, tile_size> others;
+      std::iota(others.begin(), others.begin() + count, first);
+      Atom atom =
+          builder.rule_.bits(side, owners, {others.data(), static_cast<size_t>(count)}, builder.shape_);
+      for (size_t j = 0; j < atom.size(); ++j)
+        if (!(wanted >> j & 1)) atom[j] = 0;
+      const int64_t set = bits_set(atom);
+      const bool full = set == count * static_cast<int64_t>(owners.size());
+      if (set > 0)
+        Builder::add(result, {full ? Visit::Kind::interval : Visit::Kind::run, first, count, full, atom},
+                     owners.size(), set);
+      wanted = 0;
+    }
+  };
 
   // Only the tokens that an owner sees stay in the list.
   void gather(Side side, std::span<const int64_t> owners, const std::vector<int64_t>& list,
