@@ -21,7 +21,7 @@ using Kind = AttentionBias::Kind;
 constexpr int tile_size = torus::detail::tile_size;
 constexpr int threads = 256, warps = threads / 32;
 constexpr int depth = 32;             // of what is multiplied at once
-constexpr int pitch = tile_size + 4;  // of rows in shared memory: other banks, and packs stay aligned
+constexpr int pitch = tile_size + 4;  // of rows of weights: other banks, and packs stay aligned
 constexpr int slots = 2;              // pieces of 64 columns of results that a block of threads sums
 constexpr int max_terms = 8;          // of bias
 
@@ -33,6 +33,7 @@ template <class T>
 struct Rows {
   T* first;
   int64_t step;
+  bool quads;
   __device__ T* of(int64_t token) const { return first + token * step; }
 };
 
@@ -41,7 +42,10 @@ template <class T>
 struct Heads {
   T* data = nullptr;
   int64_t step[3] = {};  // by batch, head and token
-  __device__ Rows<T> of(int64_t b, int64_t h) const { return {data + b * step[0] + h * step[1], step[2]}; }
+  bool quads = false;    // four neighbours may be read at once
+  __device__ Rows<T> of(int64_t b, int64_t h) const {
+    return {data + b * step[0] + h * step[1], step[2], quads};
+  }
 };
 
 // One term added to the scores.
@@ -75,7 +79,7 @@ struct Arguments {
 template <class C>
 struct Shared {
   // Pieces of operands that are multiplied, and a tile of weights: p[owner][other].
-  alignas(16) C a[depth * pitch], b[depth * pitch], p[tile_size * pitch];
+  alignas(16) C a[depth * tile_size], b[depth * tile_size], p[tile_size * pitch];
   C lse[tile_size], delta[tile_size];  // of the queries of the tile
   uint32_t row_word[tile_size];
   int32_t owner[tile_size], other[tile_size];  // tokens, -1 beyond them
@@ -126,19 +130,51 @@ __device__ void load_four(C (&to)[4], const C* from) {
   }
 }
 
-// to[d][i] = element `first + d` of the row of token i; 0 where there is none.
+template <class C>
+__device__ void store_four(C* to, const C (&from)[4]) {
+  constexpr int width = Pack<C>::count;
+#pragma unroll
+  for (int i = 0; i < 4; i += width) {
+    Pack<C> pack;
+#pragma unroll
+    for (int j = 0; j < width; ++j) pack.at[j] = from[i + j];
+    *reinterpret_cast<Pack<C>*>(to + i) = pack;
+  }
+}
+
+template <class T>
+struct alignas(4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16) Quad {
+  T at[4];
+};
+// Four neighbours, of which there are `there`; 0 beyond them.
+template <class T>
+__device__ void load_quad(compute<T> (&to)[4], const T* from, int64_t there, bool quads) {
+  if (quads && there >= 4) {
+    const Quad<T> quad = *reinterpret_cast<const Quad<T>*>(from);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to[e] = widen(quad.at[e]);
+  } else {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to[e] = e < there ? widen(from[e]) : compute<T>(0);
+  }
+}
+
+// Where column i of row d is: fours of columns change places, so that those of other rows lie in other banks.
+__device__ int swizzled(int d, int i) { return d * tile_size + (i ^ (d & ~3)); }
+
+// Row d, column i: element `first + d` of the row of token i; 0 where there is none.
 template <class T>
 __device__ void load_transposed(compute<T>* to, const Rows<const T>& rows, const int32_t* tokens,
                                 int64_t first, int64_t width) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int i = static_cast<int>(threadIdx.x) / 32 * 8 + lane / 4;
-  const int32_t token = tokens[i];
-  const T* const from = rows.of(token < 0 ? 0 : token) + first;
-  const int64_t there = token < 0 ? 0 : width - first;
+  const int d = static_cast<int>(threadIdx.x) % (depth / 4) * 4;
 #pragma unroll
-  for (int step = 0; step < depth / 4; ++step) {
-    const int d = lane % 4 + 4 * step;
-    to[d * pitch + i] = d < there ? widen(from[d]) : compute<T>(0);
+  for (int step = 0; step < depth / 4 * tile_size / threads; ++step) {
+    const int i = static_cast<int>(threadIdx.x) / (depth / 4) + step * (threads / (depth / 4));
+    const int32_t token = tokens[i];
+    compute<T> x[4];
+    load_quad(x, rows.of(token) + first + d, token < 0 ? 0 : width - first - d, rows.quads);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to[swizzled(d + e, i)] = x[e];
   }
 }
 
@@ -148,15 +184,16 @@ template <class T>
 __device__ bool load_rows(compute<T>* to, const Rows<const T>& rows, const int32_t* tokens, int64_t first,
                           int64_t width) {
   using C = compute<T>;
-  const int c = static_cast<int>(threadIdx.x) % tile_size;
   bool finite = true;
 #pragma unroll
-  for (int step = 0; step < depth * tile_size / threads; ++step) {
-    const int i = static_cast<int>(threadIdx.x) / tile_size + step * (threads / tile_size);
+  for (int step = 0; step < depth * (tile_size / 4) / threads; ++step) {
+    const int i = row() / 4 + step * (threads / (tile_size / 4)), c = column();
     const int32_t token = tokens[i];
-    const C value = token >= 0 && first + c < width ? widen(rows.of(token)[first + c]) : C(0);
-    finite = finite && value - value == C(0);
-    to[i * pitch + c] = value;
+    C x[4];
+    load_quad(x, rows.of(token) + first + c, token < 0 ? 0 : width - first - c, rows.quads);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) finite = finite && x[e] - x[e] == C(0);
+    store_four(to + i * tile_size + c, x);
   }
   return finite;
 }
@@ -171,15 +208,18 @@ __device__ void multiply_rows(Square<compute<T>>& s, Shared<compute<T>>& sh, con
     load_transposed(sh.b, others, sh.other, first, width);
     __syncthreads();
     const int count = static_cast<int>(min(int64_t{depth}, width - first));
-#pragma unroll 4
-    for (int d = 0; d < count; ++d) {
-      C x[4], y[4];
-      load_four(x, sh.a + d * pitch + row());
-      load_four(y, sh.b + d * pitch + column());
+#pragma unroll 1
+    for (int four = 0; four < count; four += 4) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
+      for (int d = four; d < four + 4; ++d) {
+        C x[4], y[4];
+        load_four(x, sh.a + swizzled(d, row()));
+        load_four(y, sh.b + swizzled(d, column()));
 #pragma unroll
-        for (int j = 0; j < 4; ++j) s[i][j] += x[i] * y[j];
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) s[i][j] += x[i] * y[j];
+      }
     }
     __syncthreads();
   }
@@ -204,7 +244,7 @@ __device__ void add_rows(Square<compute<T>>& sum, Shared<compute<T>>& sh, const 
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           C y[4];
-          load_four(y, b + (k + n) * pitch);
+          load_four(y, b + (k + n) * tile_size);
 #pragma unroll
           for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -219,7 +259,7 @@ __device__ void add_rows(Square<compute<T>>& sum, Shared<compute<T>>& sh, const 
         for (int i = 0; i < 4; ++i)
           if (allowed >> i & 1)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) sum[i][j] += p[i * pitch + k] * b[k * pitch + j];
+            for (int j = 0; j < 4; ++j) sum[i][j] += p[i * pitch + k] * b[k * tile_size + j];
       }
     }
     __syncthreads();
@@ -230,14 +270,7 @@ __device__ void add_rows(Square<compute<T>>& sum, Shared<compute<T>>& sh, const 
 template <class C>
 __device__ void store_square(Shared<C>& sh, const Square<C>& from) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; j += Pack<C>::count) {
-      Pack<C> pack;
-#pragma unroll
-      for (int e = 0; e < Pack<C>::count; ++e) pack.at[e] = from[i][j + e];
-      *reinterpret_cast<Pack<C>*>(sh.p + (row() + i) * pitch + column() + j) = pack;
-    }
+  for (int i = 0; i < 4; ++i) store_four(sh.p + (row() + i) * pitch + column(), from[i]);
 }
 
 // ---------------------------------------------------------------------------------------- walks over a map
@@ -786,12 +819,23 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream, 
 int64_t pieces(int64_t width) { return (width + tile_size - 1) / tile_size; }
 
 template <class T>
+Heads<T> heads_of(T* data, const Tensor& x) {
+  Heads<T> heads{data, {}, true};
+  constexpr auto alignment = static_cast<int64_t>(alignof(Quad<std::remove_const_t<T>>));
+  for (int axis = 0; axis < 3; ++axis) {
+    heads.step[axis] = x.size(axis) > 1 ? x.strides()[axis] : 0;
+    heads.quads = heads.quads && heads.step[axis] * static_cast<int64_t>(sizeof(T)) % alignment == 0;
+  }
+  heads.quads = heads.quads && reinterpret_cast<uintptr_t>(data) % alignment == 0;
+  return heads;
+}
+template <class T>
 Heads<const T> read_heads(const Tensor& x) {
-  return {read<T>(x), {x.strides()[0], x.strides()[1], x.strides()[2]}};
+  return heads_of(read<T>(x), x);
 }
 template <class T>
 Heads<T> write_heads(Tensor& x) {
-  return {write<T>(x), {x.strides()[0], x.strides()[1], x.strides()[2]}};
+  return heads_of(write<T>(x), x);
 }
 
 // What kernels are told of a problem. `kept` holds what must stay until they are launched.
