@@ -208,13 +208,14 @@ __device__ void multiply_rows(Square<compute<T>>& s, Shared<compute<T>>& sh, con
     load_transposed(sh.b, others, sh.other, first, width);
     __syncthreads();
     const int count = static_cast<int>(min(int64_t{depth}, width - first));
-#pragma unroll 1
-    for (int four = 0; four < count; four += 4) {
+#pragma unroll 2
+    for (int d = 0; d < count; d += 4) {
+      const C *const own = sh.a + swizzled(d, row()), *const other = sh.b + swizzled(d, column());
 #pragma unroll
-      for (int d = four; d < four + 4; ++d) {
+      for (int e = 0; e < 4; ++e) {
         C x[4], y[4];
-        load_four(x, sh.a + swizzled(d, row()));
-        load_four(y, sh.b + swizzled(d, column()));
+        load_four(x, own + e * tile_size);
+        load_four(y, other + e * tile_size);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
