@@ -21,7 +21,8 @@ double distance(const std::vector<double>& got, const std::vector<double>& expec
     error += (got[i] - expected[i]) * (got[i] - expected[i]);
     size += expected[i] * expected[i];
   }
-  return std::sqrt(error / (size + 1e-6));
+  // Results that are zero but for rounding are not divided by it.
+  return std::sqrt(error / (size + 1e-6 * static_cast<double>(got.size())));
 }
 double distance(const Tensor& got, const Tensor& expected) {
   return distance(got.to_vector<double>(), expected.to_vector<double>());
