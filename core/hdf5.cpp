@@ -1,7 +1,8 @@
 #include "torus/core/hdf5.h"
 
 #include <fcntl.h>
-#include <hdf5.h>
+#include <pthread.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -10,39 +11,53 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <limits>
-#include <mutex>
+#include <sstream>
+#include <string_view>
 #include <utility>
+
+#include "torus/core/hdf5_handles.h"
 
 namespace torus {
 
+namespace h5 {
+
 namespace {
 
-// The lock of the library. While it is held, HDF5 keeps its error stack to itself.
-class Library {
- public:
-  Library() : lock_(mutex()) {
+std::mutex& mutex() {
+  static auto* instance = new std::mutex;  // files in static variables may outlive any static of ours
+  return *instance;
+}
+
+std::set<Hdf5File::State*>& open_files() {
+  static auto* instance = new std::set<Hdf5File::State*>;
+  return *instance;
+}
+
+bool forked = false;
+
+}  // namespace
+
+Library::Library() : lock_(mutex()) {
+  [[maybe_unused]] static const bool once = [] {
     // At exit the library would try again, loudly and in vain, to write what a full disk refused.
-    [[maybe_unused]] static const herr_t once = H5dont_atexit();
-    H5Eget_auto2(H5E_DEFAULT, &print_, &data_);
-    H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
-  }
-  ~Library() { H5Eset_auto2(H5E_DEFAULT, print_, data_); }
-  Library(const Library&) = delete;
-  Library& operator=(const Library&) = delete;
+    H5dont_atexit();
+    register_filters();
+    // No thread is inside the library while the process forks, so the child finds it whole and free.
+    pthread_atfork([] { mutex().lock(); }, [] { mutex().unlock(); },
+                   [] {
+                     forked = true;
+                     mutex().unlock();
+                   });
+    return true;
+  }();
+  H5Eget_auto2(H5E_DEFAULT, &print_, &data_);
+  H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
+  if (!std::exchange(forked, false)) return;
+  for (auto* state : open_files()) state->drop();
+}
 
- private:
-  static std::mutex& mutex() {
-    static auto* instance = new std::mutex;  // files in static variables may outlive any static of ours
-    return *instance;
-  }
-
-  std::lock_guard<std::mutex> lock_;
-  H5E_auto2_t print_ = nullptr;
-  void* data_ = nullptr;
-};
-
-// What the library says of its last failure, in one line.
 std::string reason() {
   std::string text;
   H5Ewalk2(
@@ -62,122 +77,11 @@ std::string reason() {
   return text;
 }
 
-template <class... Parts>
-[[noreturn]] void fail_at(const std::string& path, const Parts&... parts) {
-  fail(Error::Kind::File, "[hdf5] ", path, ": ", parts...);
-}
+}  // namespace h5
 
-// A handle of the library, closed with the function that fits it.
-class Id {
- public:
-  Id() = default;
-  Id(hid_t id, herr_t (*close)(hid_t)) : id_(id), close_(close) {}
-  Id(Id&& other) noexcept : id_(std::exchange(other.id_, -1)), close_(other.close_) {}
-  Id& operator=(Id&& other) noexcept {
-    std::swap(id_, other.id_);
-    std::swap(close_, other.close_);
-    return *this;
-  }
-  ~Id() {
-    if (id_ >= 0) close_(id_);
-  }
-  operator hid_t() const { return id_; }
-  hid_t release() { return std::exchange(id_, -1); }
+using namespace h5;
 
- private:
-  hid_t id_ = -1;
-  herr_t (*close_)(hid_t) = nullptr;
-};
-
-Id plist(hid_t kind) { return {H5Pcreate(kind), H5Pclose}; }
-
-// A 16-bit float with these widths, little-endian.
-Id float16(size_t exponent, size_t mantissa, size_t bias) {
-  Id type{H5Tcopy(H5T_IEEE_F32LE), H5Tclose};
-  H5Tset_fields(type, 15, mantissa, exponent, 0, mantissa);
-  H5Tset_size(type, 2);
-  H5Tset_ebias(type, bias);
-  return type;
-}
-
-Id boolean_type() {
-  Id type{H5Tenum_create(H5T_STD_I8LE), H5Tclose};
-  const int8_t no = 0, yes = 1;
-  H5Tenum_insert(type, "FALSE", &no);
-  H5Tenum_insert(type, "TRUE", &yes);
-  return type;
-}
-
-// How a dtype lies in memory; in files we write, little-endian, the same.
-Id type_of(DType dtype) {
-  switch (dtype) {
-    case DType::f16:
-      return float16(5, 10, 15);
-    case DType::bf16:
-      return float16(8, 7, 127);
-    case DType::boolean:
-      return boolean_type();
-    case DType::f64:
-      return {H5Tcopy(H5T_NATIVE_DOUBLE), H5Tclose};
-    case DType::f32:
-      return {H5Tcopy(H5T_NATIVE_FLOAT), H5Tclose};
-    case DType::i64:
-      return {H5Tcopy(H5T_NATIVE_INT64), H5Tclose};
-    case DType::i32:
-      return {H5Tcopy(H5T_NATIVE_INT32), H5Tclose};
-    case DType::u8:
-      return {H5Tcopy(H5T_NATIVE_UINT8), H5Tclose};
-  }
-  fail(Error::Kind::DType, "[hdf5] unknown dtype ", static_cast<int>(dtype));
-}
-
-bool is_boolean(hid_t type) {
-  if (H5Tget_class(type) != H5T_ENUM || H5Tget_size(type) != 1 || H5Tget_nmembers(type) != 2) return false;
-  int8_t no = -1, yes = -1;
-  return H5Tenum_valueof(type, "FALSE", &no) >= 0 && H5Tenum_valueof(type, "TRUE", &yes) >= 0 && no == 0 &&
-         yes == 1;
-}
-
-bool is_unsigned_64(hid_t type) {
-  return H5Tget_class(type) == H5T_INTEGER && H5Tget_size(type) == 8 && H5Tget_sign(type) == H5T_SGN_NONE;
-}
-
-// The dtype that holds every value of a type; false if there is none.
-bool find_dtype(hid_t type, DType& dtype) {
-  const size_t size = H5Tget_size(type);
-  switch (H5Tget_class(type)) {
-    case H5T_INTEGER: {
-      const bool is_signed = H5Tget_sign(type) == H5T_SGN_2;
-      dtype = size == 1 && !is_signed ? u8 : size <= 2 || (size <= 4 && is_signed) ? i32 : i64;
-      return size <= 8;
-    }
-    case H5T_FLOAT: {
-      size_t sign = 0, exponent_at = 0, exponent = 0, mantissa_at = 0, mantissa = 0;
-      H5Tget_fields(type, &sign, &exponent_at, &exponent, &mantissa_at, &mantissa);
-      const size_t bias = H5Tget_ebias(type);
-      if (exponent == 5 && mantissa == 10 && bias == 15 && size == 2)
-        dtype = f16;
-      else if (exponent == 8 && mantissa == 7 && bias == 127 && size == 2)
-        dtype = bf16;
-      else
-        dtype = exponent <= 8 && mantissa <= 23 && bias <= 127 ? f32 : f64;
-      return exponent <= 11 && mantissa <= 52 && bias <= 1023;
-    }
-    case H5T_ENUM: {
-      dtype = boolean;
-      if (is_boolean(type)) return true;
-      const Id base{H5Tget_super(type), H5Tclose};
-      return find_dtype(base, dtype);
-    }
-    default:
-      return false;
-  }
-}
-
-void check_signed(const std::string& path, const std::string& name, const int64_t* values, int64_t count) {
-  if (std::any_of(values, values + count, [](int64_t value) { return value < 0; }))
-    fail_at(path, "'", name, "' holds unsigned integers above 2^63 - 1");
-}
+namespace {
 
 // Small data lies in the object's header, other data in chunks: either way it has a checksum.
 void set_layout(hid_t plist, const Shape& shape, size_t element) {
@@ -198,13 +102,6 @@ void set_layout(hid_t plist, const Shape& shape, size_t element) {
   H5Pset_fletcher32(plist);
 }
 
-Id space_of(const Shape& shape) {
-  if (shape.dim() == 0) return {H5Screate(H5S_SCALAR), H5Sclose};
-  hsize_t sizes[Shape::max_axes];
-  std::copy(shape.begin(), shape.end(), sizes);
-  return {H5Screate_simple(shape.dim(), sizes, nullptr), H5Sclose};
-}
-
 // Waits until the disk holds a file or a folder.
 void sync(const std::string& path) {
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -217,250 +114,239 @@ void sync(const std::string& path) {
 
 }  // namespace
 
-struct Hdf5File::State {
-  std::string path;
-  hid_t file = -1;
-  bool writable = false;
+Hdf5File::State::~State() {
+  const Library library;
+  open_files().erase(this);
+  if (file >= 0) H5Fclose(file);
+}
 
-  ~State() {
-    if (file < 0) return;
-    const Library library;
-    H5Fclose(file);
+hid_t Hdf5File::State::root() {
+  if (closed) fail_at(path, "the file is closed");
+  if (file < 0 && writable) fail_at(path, "a file that is written to cannot be used after fork");
+  if (file < 0) open();
+  return file;
+}
+
+void Hdf5File::State::drop() {
+  for (auto* dataset : datasets) dataset->handle.reset();
+  // A child of fork must not write what its parent has yet to write: it forgets the handle.
+  if (file >= 0 && !writable) H5Fclose(file);
+  file = -1;
+}
+
+namespace {
+
+constexpr std::string_view signature = "\x89HDF\r\n\x1a\n";
+
+// What a file is, by its first bytes, if it is no HDF5 file; empty if it may be one. The signature of HDF5
+// stands at 0 or at 512, 1024, 2048, ...
+std::string find_foreign(const std::string& path, int64_t size) {
+  if (size == 0) return "it is empty";
+  std::ifstream file(path, std::ios::binary);
+  std::string head(352, '\0');
+  for (int64_t at = 0; at + 8 <= size; at = at == 0 ? 512 : 2 * at) {
+    std::string start(8, '\0');
+    file.seekg(at);
+    file.read(start.data(), 8);
+    if (start == signature) return {};
   }
+  file.clear();
+  file.seekg(0);
+  file.read(head.data(), static_cast<std::streamsize>(head.size()));
+  const auto starts = [&](std::string_view magic) { return head.compare(0, magic.size(), magic) == 0; };
+  if (starts("CDF\x01") || starts("CDF\x02") || starts("CDF\x05"))
+    return "it is a NetCDF-3 file; if it is MINC1, run: mincconvert -2 OLD.mnc NEW.mnc";
+  if (starts("\x1f\x8b")) return "it is a gzip file";
+  if (starts("PK\x03\x04")) return "it is a zip file";
+  if (starts("\x93NUMPY")) return "it is a NumPy file";
+  if (head.compare(344, 3, "n+1") == 0)
+    return "it is a NIfTI file; run: nii2mnc FILE.nii OLD.mnc && mincconvert -2 "
+           "OLD.mnc NEW.mnc";
+  if (head.compare(128, 4, "DICM") == 0) return "it is a DICOM file";
+  return "no signature of HDF5 in its " + std::to_string(size) +
+         " bytes; a download that was cut short, or no such file?";
+}
 
-  // The root; throws once the file is closed.
-  hid_t root() const {
-    if (file < 0) fail_at(path, "the file is closed");
-    return file;
+// The version of the superblock, or -1.
+int superblock_version(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  char head[9] = {};
+  file.read(head, sizeof head);
+  return file && std::string_view(head, 8) == signature ? head[8] : -1;
+}
+
+}  // namespace
+
+void Hdf5File::State::open() {
+  struct stat status;
+  if (::stat(path.c_str(), &status) != 0 || ::access(path.c_str(), R_OK) != 0)
+    fail_at(path, std::strerror(errno));
+  if (S_ISDIR(status.st_mode)) fail_at(path, "is a folder");
+  if (!S_ISREG(status.st_mode)) fail_at(path, "is not a regular file");
+  if (const std::string foreign = find_foreign(path, status.st_size); !foreign.empty())
+    fail_at(path, "not an HDF5 file, or damaged: ", foreign);
+  const Id access = plist(H5P_FILE_ACCESS);
+  H5Pset_file_locking(access, true, true);
+  open_files().insert(this);
+  file = H5Fopen(path.c_str(), H5F_ACC_RDONLY, access);
+  if (file >= 0) return;
+  std::string why = reason();
+  if (why.find("lock") != std::string::npos || why.find("Resource temporarily") != std::string::npos) {
+    // Another program writes to it; or the file system has no locks, and a reader can do without.
+    const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    const bool busy = descriptor >= 0 && ::flock(descriptor, LOCK_SH | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+    if (descriptor >= 0) ::close(descriptor);
+    if (busy)
+      fail_at(path,
+              "another program has the file locked to write to it; wait for it, or, if it only reads, set "
+              "HDF5_USE_FILE_LOCKING=FALSE before this one starts");
+    H5Pset_file_locking(access, false, true);
+    file = H5Fopen(path.c_str(), H5F_ACC_RDONLY, access);
+    if (file >= 0) return;
+    why = reason() +
+          "; if its file system has no locks, set HDF5_USE_FILE_LOCKING=FALSE before this program starts";
   }
+  if (const int version = superblock_version(path); version > 3)
+    why += "; its superblock has version " + std::to_string(version) + ", newer than this library of HDF5";
+  if (why.find("truncated") != std::string::npos)
+    why += ", of " + std::to_string(status.st_size) + " bytes here";
+  fail_at(path, "not an HDF5 file, or damaged: ", why);
+}
 
-  // Each part of the path is asked for in turn: H5Lexists fails if one before the last is missing.
-  bool contains(const std::string& name) const {
-    for (size_t end = 0; end != std::string::npos;) {
-      end = name.find('/', end + 1);
-      const std::string part = name.substr(0, end);
-      if (part.empty() || part.find_first_not_of('/') == std::string::npos) continue;
-      const htri_t found = H5Lexists(root(), part.c_str(), H5P_DEFAULT);
-      if (found < 0) {
-        const std::string why = reason();
-        const Id parent{H5Oopen(root(), part.substr(0, part.find_last_of('/')).c_str(), H5P_DEFAULT),
-                        H5Oclose};
-        if (H5Iget_type(parent) == H5I_DATASET) return false;
-        fail_at(path, "cannot look for '", name, "': ", why);
-      }
-      if (found == 0) return false;
+std::optional<std::string> Hdf5File::State::resolve(const std::string& name) {
+  constexpr int most_links = 32;
+  std::vector<std::string> parts;  // still to go, the next one last
+  const auto push = [&parts](const std::string& text) {
+    std::vector<std::string> found;
+    std::istringstream in(text);
+    for (std::string part; std::getline(in, part, '/');)
+      if (!part.empty() && part != ".") found.push_back(part);
+    parts.insert(parts.end(), found.rbegin(), found.rend());
+  };
+  push(name);
+  std::string at;
+  for (int links = 0; !parts.empty();) {
+    const std::string next = at + "/" + parts.back();
+    parts.pop_back();
+    const htri_t found = H5Lexists(root(), next.c_str(), H5P_DEFAULT);
+    if (found < 0) {
+      const std::string why = reason();
+      const Id parent{H5Oopen(root(), at.empty() ? "/" : at.c_str(), H5P_DEFAULT), H5Oclose};
+      if (H5Iget_type(parent) == H5I_DATASET) return std::nullopt;
+      fail_at(path, "cannot look for '", name, "': ", why);
     }
-    return true;
-  }
-
-  Id open_object(const std::string& name) const {
-    if (!contains(name)) fail_at(path, "has no '", name, "'");
-    Id object{H5Oopen(root(), name.c_str(), H5P_DEFAULT), H5Oclose};
-    if (object < 0) fail_at(path, "cannot open '", name, "': ", reason());
-    return object;
-  }
-
-  Id open_as(const std::string& name, H5I_type_t kind, const char* what) const {
-    Id object = open_object(name);
-    if (H5Iget_type(object) != kind) fail_at(path, "'", name, "' is not a ", what);
-    return object;
-  }
-
-  Shape shape_of(hid_t space, const std::string& name) const {
-    const int axes = H5Sget_simple_extent_ndims(space);
-    if (axes < 0 || H5Sget_simple_extent_type(space) == H5S_NULL) fail_at(path, "'", name, "' has no shape");
-    if (axes > Shape::max_axes)
-      fail_at(path, "'", name, "' has ", axes, " axes; a tensor has at most ", Shape::max_axes);
-    hsize_t sizes[Shape::max_axes] = {};
-    H5Sget_simple_extent_dims(space, sizes, nullptr);
-    Shape shape;
-    for (int axis = 0; axis < axes; ++axis) shape.push_back(static_cast<int64_t>(sizes[axis]));
-    return shape;
-  }
-
-  DType dtype_of_type(hid_t type, const std::string& name) const {
-    DType dtype = f32;
-    if (!find_dtype(type, dtype)) fail_at(path, "'", name, "' has elements of a type that no dtype holds");
-    return dtype;
-  }
-
-  Dataset describe(hid_t dataset, const std::string& name) const {
-    const Id space{H5Dget_space(dataset), H5Sclose}, type{H5Dget_type(dataset), H5Tclose};
-    return {shape_of(space, name), dtype_of_type(type, name)};
-  }
-
-  Tensor read(hid_t dataset, const std::string& name, DType dtype, const Shape& first,
-              const Shape& count) const {
-    Tensor result = Tensor::empty(count, dtype);
-    if (result.numel() == 0) return result;
-    const Id file_space{H5Dget_space(dataset), H5Sclose}, file_type{H5Dget_type(dataset), H5Tclose};
-    const Id memory_space = space_of(count);
-    if (count.dim() > 0) {
-      hsize_t start[Shape::max_axes], sizes[Shape::max_axes];
-      std::copy(first.begin(), first.end(), start);
-      std::copy(count.begin(), count.end(), sizes);
-      H5Sselect_hyperslab(file_space, H5S_SELECT_SET, start, nullptr, sizes, nullptr);
-    }
-    const bool may_overflow = is_unsigned_64(file_type);
-    const Id type = may_overflow ? Id{H5Tcopy(H5T_NATIVE_UINT64), H5Tclose} : type_of(dtype);
-    void* data = dispatch(dtype, [&](auto zero) -> void* { return result.mutable_data<decltype(zero)>(); });
-    if (H5Dread(dataset, type, memory_space, file_space, H5P_DEFAULT, data) < 0)
-      fail_at(path, "cannot read '", name, "': ", reason());
-    if (may_overflow) check_signed(path, name, static_cast<const int64_t*>(data), result.numel());
-    if (dtype == boolean) {  // a C++ bool holds nothing but 0 and 1
-      auto* bytes = static_cast<uint8_t*>(data);
-      for (int64_t i = 0; i < result.numel(); ++i) bytes[i] = bytes[i] != 0;
-    }
-    return result;
-  }
-
-  // Groups and datasets keep no times, so that equal contents make equal files.
-  void create_group(const std::string& name) const {
-    const Id options = plist(H5P_GROUP_CREATE);
-    H5Pset_obj_track_times(options, false);
-    for (size_t end = 0; end != std::string::npos;) {
-      end = name.find('/', end + 1);
-      const std::string part = name.substr(0, end);
-      if (contains(part)) continue;
-      const Id group{H5Gcreate2(root(), part.c_str(), H5P_DEFAULT, options, H5P_DEFAULT), H5Gclose};
-      if (group < 0) fail_at(path, "cannot make the group '", part, "': ", reason());
-    }
-  }
-
-  Id open_attribute(hid_t object, const std::string& name) const {
-    if (H5Aexists(object, name.c_str()) == 0) fail_at(path, "has no attribute '", name, "'");
-    Id attribute{H5Aopen(object, name.c_str(), H5P_DEFAULT), H5Aclose};
-    if (attribute < 0) fail_at(path, "cannot open the attribute '", name, "': ", reason());
-    return attribute;
-  }
-
-  void read_attribute(hid_t attribute, hid_t type, const std::string& name, void* into) const {
-    if (H5Aread(attribute, type, into) < 0)
-      fail_at(path, "cannot read the attribute '", name, "': ", reason());
-  }
-
-  // The elements of an attribute, in row-major order.
-  void read_elements(hid_t attribute, const std::string& name, std::vector<int64_t>& into) const {
-    const Id type{H5Aget_type(attribute), H5Tclose};
-    if (is_floating(dtype_of_type(type, name))) fail_at(path, "the attribute '", name, "' is not an integer");
-    const bool may_overflow = is_unsigned_64(type);
-    read_attribute(attribute, may_overflow ? H5T_NATIVE_UINT64 : H5T_NATIVE_INT64, name, into.data());
-    if (may_overflow) check_signed(path, name, into.data(), static_cast<int64_t>(into.size()));
-  }
-
-  void read_elements(hid_t attribute, const std::string& name, std::vector<double>& into) const {
-    const Id type{H5Aget_type(attribute), H5Tclose};
-    dtype_of_type(type, name);  // throws unless it is a number
-    read_attribute(attribute, H5T_NATIVE_DOUBLE, name, into.data());
-  }
-
-  void read_elements(hid_t attribute, const std::string& name, std::vector<std::string>& into) const {
-    const Id type{H5Aget_type(attribute), H5Tclose};
-    if (H5Tget_class(type) != H5T_STRING) fail_at(path, "the attribute '", name, "' is not a string");
-    if (H5Tis_variable_str(type) > 0) {
-      std::vector<char*> texts(into.size(), nullptr);
-      read_attribute(attribute, type, name, texts.data());
-      for (size_t i = 0; i < texts.size(); ++i) into[i] = texts[i] ? texts[i] : "";
-      const Id space{H5Aget_space(attribute), H5Sclose};
-      H5Dvlen_reclaim(type, space, H5P_DEFAULT, texts.data());
-      return;
-    }
-    const size_t length = H5Tget_size(type);
-    const H5T_str_t padding = H5Tget_strpad(type);
-    std::string all(length * into.size(), '\0');
-    read_attribute(attribute, type, name, all.data());
-    for (size_t i = 0; i < into.size(); ++i) {
-      std::string& text = into[i] = all.substr(i * length, length);
-      if (padding == H5T_STR_NULLTERM)
-        text.erase(std::min(text.find('\0'), text.size()));
-      else
-        text.erase(text.find_last_not_of(padding == H5T_STR_NULLPAD ? '\0' : ' ') + 1);
+    if (found == 0) return std::nullopt;
+    H5L_info_t link;
+    if (H5Lget_info(root(), next.c_str(), &link, H5P_DEFAULT) < 0)
+      fail_at(path, "cannot look for '", name, "': ", reason());
+    if (link.type == H5L_TYPE_HARD) {
+      at = next;
+    } else if (link.type == H5L_TYPE_SOFT) {
+      if (++links > most_links)
+        fail_at(path, "'", name, "' goes through more than ", most_links, " links: a cycle?");
+      constexpr size_t most_bytes = 1 << 16;
+      if (link.u.val_size == 0 || link.u.val_size > most_bytes)
+        fail_at(path, "'", next, "' is a damaged link");
+      std::string target(link.u.val_size, '\0');
+      if (H5Lget_val(root(), next.c_str(), target.data(), target.size(), H5P_DEFAULT) < 0)
+        fail_at(path, "cannot look for '", name, "': ", reason());
+      target.erase(std::min(target.find('\0'), target.size()));
+      if (target.starts_with('/')) at.clear();
+      push(target);
+    } else {
+      if (!trust.other_files)
+        fail_at(path, "'", next, "' is a link to another file; only a file that is trusted may name others");
+      at = next;
     }
   }
+  return at.empty() ? "/" : at;
+}
 
-  template <class T>
-  std::vector<T> read_attribute_of(const std::string& object_name, const std::string& name) const {
-    const Id object = open_object(object_name), attribute = open_attribute(object, name);
-    const Id space{H5Aget_space(attribute), H5Sclose};
-    std::vector<T> elements(static_cast<size_t>(shape_of(space, name).numel()));
-    if (!elements.empty()) read_elements(attribute, name, elements);
-    return elements;
-  }
+Id Hdf5File::State::open_object(const std::string& name) {
+  const auto where = resolve(name);
+  if (!where) fail_at(path, "has no '", name, "'");
+  Id object{H5Oopen(root(), where->c_str(), H5P_DEFAULT), H5Oclose};
+  if (object < 0) fail_at(path, "cannot open '", name, "': ", reason());
+  return object;
+}
 
-  void write_attribute(const std::string& object_name, const std::string& name, hid_t type,
-                       const Shape& shape, const void* data) const {
-    const Id object = open_object(object_name), space = space_of(shape);
-    if (H5Aexists(object, name.c_str()) > 0) H5Adelete(object, name.c_str());
-    const Id attribute{H5Acreate2(object, name.c_str(), type, space, H5P_DEFAULT, H5P_DEFAULT), H5Aclose};
-    if (attribute < 0 || (shape.numel() > 0 && H5Awrite(attribute, type, data) < 0))
-      fail_at(path, "cannot write the attribute '", name, "': ", reason());
-  }
+Id Hdf5File::State::open_as(const std::string& name, H5I_type_t kind, const char* what) {
+  Id object = open_object(name);
+  if (H5Iget_type(object) != kind) fail_at(path, "'", name, "' is not a ", what);
+  return object;
+}
 
-  void write_strings(const std::string& object, const std::string& name, const std::string* texts,
-                     const Shape& shape) const {
-    const auto count = static_cast<size_t>(shape.numel());
-    size_t length = 1;
-    for (size_t i = 0; i < count; ++i) length = std::max(length, texts[i].size());
-    std::string all(length * count, '\0');
-    for (size_t i = 0; i < count; ++i) all.replace(i * length, texts[i].size(), texts[i]);
-    const Id type{H5Tcopy(H5T_C_S1), H5Tclose};
-    H5Tset_size(type, length);
-    H5Tset_strpad(type, H5T_STR_NULLPAD);
-    H5Tset_cset(type, H5T_CSET_UTF8);
-    write_attribute(object, name, type, shape, all.data());
+// Groups and datasets keep no times, so that equal contents make equal files.
+void Hdf5File::State::create_group(const std::string& name) {
+  const Id options = plist(H5P_GROUP_CREATE);
+  H5Pset_obj_track_times(options, false);
+  for (size_t end = 0; end != std::string::npos;) {
+    end = name.find('/', end + 1);
+    const std::string part = name.substr(0, end);
+    if (resolve(part)) continue;
+    const Id group{H5Gcreate2(root(), part.c_str(), H5P_DEFAULT, options, H5P_DEFAULT), H5Gclose};
+    if (group < 0) fail_at(path, "cannot make the group '", part, "': ", reason());
   }
+}
 
-  void set(const std::string& object, const std::string& name, const std::string& value) const {
-    write_strings(object, name, &value, {});
-  }
-  void set(const std::string& object, const std::string& name, int64_t value) const {
-    write_attribute(object, name, H5T_NATIVE_INT64, {}, &value);
-  }
-  void set(const std::string& object, const std::string& name, double value) const {
-    write_attribute(object, name, H5T_NATIVE_DOUBLE, {}, &value);
-  }
-  void set(const std::string& object, const std::string& name, const std::vector<std::string>& values) const {
-    write_strings(object, name, values.data(), {static_cast<int64_t>(values.size())});
-  }
-  void set(const std::string& object, const std::string& name, const std::vector<int64_t>& values) const {
-    write_attribute(object, name, H5T_NATIVE_INT64, {static_cast<int64_t>(values.size())}, values.data());
-  }
-  void set(const std::string& object, const std::string& name, const std::vector<double>& values) const {
-    write_attribute(object, name, H5T_NATIVE_DOUBLE, {static_cast<int64_t>(values.size())}, values.data());
-  }
-};
+Id Hdf5File::State::create_dataset(const std::string& name, const Shape& shape, DType dtype) {
+  if (resolve(name)) fail_at(path, "'", name, "' is there already");
+  if (const size_t slash = name.find_last_of('/'); slash != std::string::npos && slash > 0)
+    create_group(name.substr(0, slash));
+  const Id type = type_of(dtype), space = space_of(shape), options = plist(H5P_DATASET_CREATE);
+  H5Pset_obj_track_times(options, false);
+  set_layout(options, shape, size_of(dtype));
+  Id dataset{H5Dcreate2(root(), name.c_str(), type, space, H5P_DEFAULT, options, H5P_DEFAULT), H5Dclose};
+  if (dataset < 0) fail_at(path, "cannot write '", name, "': ", reason());
+  return dataset;
+}
 
-Hdf5File::Hdf5File(std::unique_ptr<State> state) : state_(std::move(state)) {}
+Shape Hdf5File::State::shape_of(hid_t space, const std::string& name) const {
+  const int axes = H5Sget_simple_extent_ndims(space);
+  if (axes < 0 || H5Sget_simple_extent_type(space) == H5S_NULL) fail_at(path, "'", name, "' has no shape");
+  if (axes > Shape::max_axes)
+    fail_at(path, "'", name, "' has ", axes, " axes; a tensor has at most ", Shape::max_axes);
+  hsize_t sizes[Shape::max_axes] = {};
+  H5Sget_simple_extent_dims(space, sizes, nullptr);
+  Shape shape;
+  int64_t rest = std::numeric_limits<int64_t>::max();
+  for (int axis = 0; axis < axes; ++axis) {
+    if (sizes[axis] > static_cast<hsize_t>(rest))
+      fail_at(path, "'", name, "' claims more than 2^63 - 1 elements");
+    if (sizes[axis] > 0) rest /= static_cast<int64_t>(sizes[axis]);
+    shape.push_back(static_cast<int64_t>(sizes[axis]));
+  }
+  return shape;
+}
+
+Hdf5File::Hdf5File(std::shared_ptr<State> state) : state_(std::move(state)) {}
 Hdf5File::Hdf5File(Hdf5File&&) noexcept = default;
 Hdf5File& Hdf5File::operator=(Hdf5File&&) noexcept = default;
 Hdf5File::~Hdf5File() = default;
 
 const std::string& Hdf5File::path() const { return state_->path; }
 
-Hdf5File Hdf5File::open(const std::string& path) {
-  struct stat status;
-  if (::stat(path.c_str(), &status) != 0 || ::access(path.c_str(), R_OK) != 0)
-    fail_at(path, std::strerror(errno));
-  if (S_ISDIR(status.st_mode)) fail_at(path, "is a folder");
-  auto state = std::make_unique<State>();
+Hdf5File Hdf5File::open(const std::string& path, const Hdf5Trust& trust) {
+  auto state = std::make_shared<State>();
   state->path = path;
+  state->trust = trust;
   const Library library;
-  state->file = H5Fopen(path.c_str(), H5F_ACC_RDONLY, H5P_DEFAULT);
-  if (state->file < 0) fail_at(path, "not an HDF5 file, or damaged: ", reason());
+  state->open();
   return Hdf5File(std::move(state));
 }
 
 Hdf5File Hdf5File::create(const std::string& path) {
-  auto state = std::make_unique<State>();
+  auto state = std::make_shared<State>();
   state->path = path;
   state->writable = true;
   const Library library;
   const Id creation = plist(H5P_FILE_CREATE), access = plist(H5P_FILE_ACCESS);
   H5Pset_obj_track_times(creation, false);
-  H5Pset_libver_bounds(access, H5F_LIBVER_V110,
-                       H5F_LIBVER_V110);  // the first format with checksums everywhere
+  // The first format with checksums everywhere.
+  H5Pset_libver_bounds(access, H5F_LIBVER_V110, H5F_LIBVER_V110);
   state->file = H5Fcreate(path.c_str(), H5F_ACC_TRUNC, creation, access);
   if (state->file < 0) fail_at(path, "cannot make the file: ", reason());
+  open_files().insert(state.get());
   return Hdf5File(std::move(state));
 }
 
@@ -470,33 +356,49 @@ void Hdf5File::close() {
     const Library library;
     const hid_t file = state_->root();
     if (state_->writable && H5Fflush(file, H5F_SCOPE_GLOBAL) < 0) error = reason();
+    for (auto* dataset : state_->datasets) dataset->handle.reset();
     state_->file = -1;
+    state_->closed = true;
     if (H5Fclose(file) < 0 && error.empty()) error = reason();
   }
   if (!error.empty()) fail_at(path(), "cannot write: ", error);
   if (state_->writable) sync(path());
 }
 
+void Hdf5File::release() const {
+  const Library library;
+  if (!state_->writable) state_->drop();
+}
+
 std::vector<Hdf5File::Entry> Hdf5File::list(const std::string& group) const {
+  constexpr size_t most = 1000000;
   const Library library;
   const Id parent = state_->open_as(group, H5I_GROUP, "group");
   // In the order of the file: for any other the library builds a table, and crashes where damage stops it.
   std::vector<std::string> names;
   const auto note = [](hid_t, const char* name, const H5L_info_t*, void* into) -> herr_t {
-    static_cast<std::vector<std::string>*>(into)->emplace_back(name);
-    return 0;
+    auto& noted = *static_cast<std::vector<std::string>*>(into);
+    noted.emplace_back(name);
+    return noted.size() >= most ? 1 : 0;
   };
   if (H5Literate(parent, H5_INDEX_NAME, H5_ITER_NATIVE, nullptr, note, &names) < 0)
     fail_at(path(), "cannot list '", group, "': ", reason());
   std::sort(names.begin(), names.end());
   std::vector<Entry> entries;
   for (const std::string& name : names) {
-    const Id object{H5Oopen(parent, name.c_str(), H5P_DEFAULT), H5Oclose};
-    if (object < 0) {
-      // A soft or external link may lead nowhere; an object of this file must open.
-      H5L_info_t link;
-      if (H5Lget_info(parent, name.c_str(), &link, H5P_DEFAULT) >= 0 && link.type != H5L_TYPE_HARD) continue;
+    H5L_info_t link;
+    if (H5Lget_info(parent, name.c_str(), &link, H5P_DEFAULT) < 0)
       fail_at(path(), "cannot open '", name, "' in '", group, "': ", reason());
+    Id object;
+    if (link.type == H5L_TYPE_HARD) {
+      object = Id{H5Oopen(parent, name.c_str(), H5P_DEFAULT), H5Oclose};
+      if (object < 0) fail_at(path(), "cannot open '", name, "' in '", group, "': ", reason());
+    } else {
+      try {
+        object = state_->open_object(group + "/" + name);
+      } catch (const Error&) {  // it leads nowhere, or where we do not go
+        continue;
+      }
     }
     const H5I_type_t kind = H5Iget_type(object);
     if (kind == H5I_GROUP || kind == H5I_DATASET) entries.push_back({name, kind == H5I_GROUP});
@@ -504,62 +406,43 @@ std::vector<Hdf5File::Entry> Hdf5File::list(const std::string& group) const {
   return entries;
 }
 
+std::vector<Hdf5File::Entry> Hdf5File::walk() const {
+  constexpr size_t most = 1000000;
+  constexpr int deepest = 64;
+  const auto address = [this](const std::string& name) {
+    const Library library;
+    hobj_ref_t result = 0;
+    const auto where = state_->resolve(name);
+    if (where) H5Rcreate(&result, state_->root(), where->c_str(), H5R_OBJECT, -1);
+    return result;
+  };
+  std::vector<Entry> found;
+  std::set<hobj_ref_t> seen = {address("/")};
+  struct Group {
+    std::string path;
+    int depth;
+  };
+  std::vector<Group> to_do = {{"", 0}};
+  while (!to_do.empty()) {
+    const Group group = to_do.back();
+    to_do.pop_back();
+    for (const Entry& entry : list(group.path.empty() ? "/" : group.path)) {
+      const std::string name = group.path + "/" + entry.name;
+      if (!seen.insert(address(name)).second) continue;
+      if (found.size() >= most || group.depth >= deepest)
+        fail_at(path(), "holds more than ", most, " objects, or groups nested more than ", deepest, " deep");
+      found.push_back({name, entry.is_group});
+      if (entry.is_group) to_do.push_back({name, group.depth + 1});
+    }
+  }
+  std::sort(found.begin(), found.end(), [](const Entry& a, const Entry& b) { return a.name < b.name; });
+  return found;
+}
+
 bool Hdf5File::contains(const std::string& name) const {
   const Library library;
-  return state_->contains(name);
-}
-
-Hdf5File::Dataset Hdf5File::dataset(const std::string& name) const {
-  const Library library;
-  return state_->describe(state_->open_as(name, H5I_DATASET, "dataset"), name);
-}
-
-Tensor Hdf5File::read(const std::string& name) const {
-  const Library library;
-  const Id dataset = state_->open_as(name, H5I_DATASET, "dataset");
-  const auto [shape, dtype] = state_->describe(dataset, name);
-  Shape first = shape;
-  std::fill_n(&first[0], first.dim(), 0);
-  return state_->read(dataset, name, dtype, first, shape);
-}
-
-Tensor Hdf5File::read(const std::string& name, const Shape& shape, DType dtype) const {
-  const Dataset found = dataset(name);
-  if (found.shape != shape || found.dtype != dtype)
-    fail_at(path(), "'", name, "' must be ", dtype, " ", shape, ", got ", found.dtype, " ", found.shape);
-  return read(name);
-}
-
-Tensor Hdf5File::read_box(const std::string& name, const Shape& first, const Shape& count) const {
-  const Library library;
-  const Id dataset = state_->open_as(name, H5I_DATASET, "dataset");
-  const auto [shape, dtype] = state_->describe(dataset, name);
-  bool inside = first.dim() == shape.dim() && count.dim() == shape.dim();
-  for (int axis = 0; inside && axis < shape.dim(); ++axis)
-    inside = first[axis] >= 0 && count[axis] >= 0 && first[axis] <= shape[axis] &&
-             count[axis] <= shape[axis] - first[axis];
-  if (!inside)
-    fail_at(path(), "'", name, "' has shape ", shape, "; no box of ", count, " begins at ", first, " in it");
-  return state_->read(dataset, name, dtype, first, count);
-}
-
-void Hdf5File::write(const std::string& name, const Tensor& tensor) {
-  check(tensor.defined(), Error::Kind::Value, "[hdf5] the tensor '", name, "' is undefined");
-  const Tensor values = tensor.to(cpu).contiguous();
-  const Library library;
-  if (state_->contains(name)) fail_at(path(), "'", name, "' is there already");
-  if (const size_t slash = name.find_last_of('/'); slash != std::string::npos && slash > 0)
-    state_->create_group(name.substr(0, slash));
-  const Id type = type_of(values.dtype()), space = space_of(values.shape()),
-           options = plist(H5P_DATASET_CREATE);
-  H5Pset_obj_track_times(options, false);
-  set_layout(options, values.shape(), size_of(values.dtype()));
-  const Id dataset{H5Dcreate2(state_->root(), name.c_str(), type, space, H5P_DEFAULT, options, H5P_DEFAULT),
-                   H5Dclose};
-  const void* data =
-      dispatch(values.dtype(), [&](auto zero) -> const void* { return values.data<decltype(zero)>(); });
-  if (dataset < 0 || (values.numel() > 0 && H5Dwrite(dataset, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data) < 0))
-    fail_at(path(), "cannot write '", name, "': ", reason());
+  const auto where = state_->resolve(name);
+  return where.has_value();
 }
 
 void Hdf5File::create_group(const std::string& name) {
@@ -567,48 +450,49 @@ void Hdf5File::create_group(const std::string& name) {
   state_->create_group(name);
 }
 
-void Hdf5File::set_attribute(const std::string& object, const std::string& name, const Hdf5Value& value) {
+void Hdf5File::create_dataset(const std::string& name, const Shape& shape, DType dtype) {
   const Library library;
-  std::visit([&](const auto& held) { state_->set(object, name, held); }, value);
+  state_->create_dataset(name, shape, dtype);
 }
 
-bool Hdf5File::has_attribute(const std::string& object, const std::string& name) const {
+void Hdf5File::write(const std::string& name, const Tensor& tensor) {
+  check(tensor.defined(), Error::Kind::Value, "[hdf5] the tensor '", name, "' is undefined");
+  const Tensor values = tensor.to(cpu).contiguous();
   const Library library;
-  return H5Aexists(state_->open_object(object), name.c_str()) > 0;
+  const Id dataset = state_->create_dataset(name, values.shape(), values.dtype());
+  const Id type = type_of(values.dtype());
+  const void* data =
+      dispatch(values.dtype(), [&](auto zero) -> const void* { return values.data<decltype(zero)>(); });
+  if (values.numel() > 0 && H5Dwrite(dataset, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, data) < 0)
+    fail_at(path(), "cannot write '", name, "': ", reason());
 }
 
-namespace {
-template <class T>
-struct Element {
-  using Type = T;
-  static constexpr bool is_array = false;
-};
-template <class T>
-struct Element<std::vector<T>> {
-  using Type = T;
-  static constexpr bool is_array = true;
-};
-}  // namespace
-
-template <class T>
-T Hdf5File::attribute(const std::string& object, const std::string& name) const {
+void Hdf5File::write_box(const std::string& name, const Shape& first, const Tensor& tensor) {
+  const Tensor values = tensor.to(cpu).contiguous();
+  const auto found = open_dataset(name);
   const Library library;
-  auto elements = state_->read_attribute_of<typename Element<T>::Type>(object, name);
-  if constexpr (Element<T>::is_array) {
-    return elements;
-  } else {
-    if (elements.size() != 1)
-      fail_at(path(), "the attribute '", name, "' must have one element, got ", elements.size());
-    return elements[0];
-  }
+  const Id dataset = state_->open_as(name, H5I_DATASET, "dataset");
+  const Shape& count = values.shape();
+  const Shape& shape = found.info().shape;
+  bool inside =
+      first.dim() == shape.dim() && count.dim() == shape.dim() && values.dtype() == found.info().dtype;
+  for (int axis = 0; inside && axis < shape.dim(); ++axis)
+    inside = first[axis] >= 0 && first[axis] <= shape[axis] && count[axis] <= shape[axis] - first[axis];
+  if (!inside)
+    fail_at(path(), "'", name, "' is ", found.info().dtype, " ", shape, "; no ", values.dtype(), " ", count,
+            " begins at ", first, " in it");
+  if (values.numel() == 0) return;
+  const Id file_space{H5Dget_space(dataset), H5Sclose}, memory_space = space_of(count),
+                                                        type = type_of(values.dtype());
+  hsize_t start[Shape::max_axes], sizes[Shape::max_axes];
+  std::copy(first.begin(), first.end(), start);
+  std::copy(count.begin(), count.end(), sizes);
+  if (count.dim() > 0) H5Sselect_hyperslab(file_space, H5S_SELECT_SET, start, nullptr, sizes, nullptr);
+  const void* data =
+      dispatch(values.dtype(), [&](auto zero) -> const void* { return values.data<decltype(zero)>(); });
+  if (H5Dwrite(dataset, type, memory_space, file_space, H5P_DEFAULT, data) < 0)
+    fail_at(path(), "cannot write '", name, "': ", reason());
 }
-
-template std::string Hdf5File::attribute(const std::string&, const std::string&) const;
-template int64_t Hdf5File::attribute(const std::string&, const std::string&) const;
-template double Hdf5File::attribute(const std::string&, const std::string&) const;
-template std::vector<std::string> Hdf5File::attribute(const std::string&, const std::string&) const;
-template std::vector<int64_t> Hdf5File::attribute(const std::string&, const std::string&) const;
-template std::vector<double> Hdf5File::attribute(const std::string&, const std::string&) const;
 
 void write_atomically(const std::string& path,
                       const std::function<void(const std::string& temporary)>& writer) {
