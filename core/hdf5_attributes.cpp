@@ -70,7 +70,7 @@ struct Attribute {
 
   void read(std::vector<std::string>& into) const {
     if (H5Tget_class(type) != H5T_STRING) fail_at(file.path, "the attribute '", name, "' is not a string");
-    into = file.read_strings(type, space, name, [this](hid_t memory_type, void* memory) {
+    into = file.read_strings(type, space, name, H5P_DEFAULT, [this](hid_t memory_type, void* memory) {
       return H5Aread(id, memory_type, memory);
     });
   }
@@ -122,7 +122,8 @@ struct Element<std::vector<T>> {
 }  // namespace
 
 std::vector<std::string> Hdf5File::State::read_strings(
-    hid_t type, hid_t space, const std::string& name, const std::function<herr_t(hid_t, void*)>& read) const {
+    hid_t type, hid_t space, const std::string& name, hid_t options,
+    const std::function<herr_t(hid_t, void*)>& read) const {
   const auto read_into = [&](hid_t memory_type, void* into) {
     if (read(memory_type, into) < 0) fail_at(path, "cannot read '", name, "': ", reason());
   };
@@ -142,7 +143,7 @@ std::vector<std::string> Hdf5File::State::read_strings(
     H5Tset_cset(memory_type, H5Tget_cset(type));
     read_into(memory_type, texts.data());
     for (size_t i = 0; i < texts.size(); ++i) result[i] = texts[i] ? texts[i] : "";
-    H5Dvlen_reclaim(memory_type, space, H5P_DEFAULT, texts.data());
+    H5Dvlen_reclaim(memory_type, space, options, texts.data());
     return result;
   }
   const H5T_str_t padding = H5Tget_strpad(type);

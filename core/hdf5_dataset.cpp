@@ -515,7 +515,7 @@ std::string Hdf5File::read_text(const std::string& name) const {
   const Id type{H5Dget_type(state.id()), H5Tclose}, space{H5Dget_space(state.id()), H5Sclose};
   Arena arena(most_bytes);
   const Id options = arena.options();
-  const auto texts = state_->read_strings(type, space, name, [&](hid_t memory_type, void* into) {
+  const auto texts = state_->read_strings(type, space, name, options, [&](hid_t memory_type, void* into) {
     return H5Dread(state.handle, memory_type, H5S_ALL, H5S_ALL, options, into);
   });
   if (texts.size() != 1) fail_at(path(), "'", name, "' must be one text, got ", texts.size());

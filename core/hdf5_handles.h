@@ -112,8 +112,9 @@ struct Hdf5File::State {
   h5::Id create_dataset(const std::string& name, const Shape& shape, DType dtype);
   /// The sizes of an attribute's or a dataset's axes.
   Shape shape_of(hid_t space, const std::string& name) const;
-  /// The text of an attribute or a dataset, in row-major order; `read` fills memory of a type.
-  std::vector<std::string> read_strings(hid_t type, hid_t space, const std::string& name,
+  /// The text of an attribute or a dataset, in row-major order. `read` fills memory of a type;
+  /// `options` say who frees it.
+  std::vector<std::string> read_strings(hid_t type, hid_t space, const std::string& name, hid_t options,
                                         const std::function<herr_t(hid_t type, void* into)>& read) const;
 };
 

@@ -19,11 +19,11 @@ enum class VolumeLayout { fastmri, ismrmrd, minc2, dataset };
 struct VolumeOptions {
   /// The path of a dataset: values as they are stored, whatever the layout. Empty: what the layout calls the
   /// volume, or the only array of numbers in a file of no known layout.
-  std::string dataset;
+  std::string dataset = {};
   /// MINC2: stored numbers, not scaled to real values, as for volumes of labels.
   bool raw = false;
   /// ISMRMRD: the group of the acquisition. Empty: the last of those there are.
-  std::string group;
+  std::string group = {};
   /// ISMRMRD: readouts with any of these flags (from 1, as ISMRMRD counts them) are left out. By default
   /// noise (19), navigator (23), phase correction (24), high-performance feedback (26), dummy (27), real-time
   /// feedback (28) and surface-coil correction (29); calibration is kept: alone 20, as part of the image 21.
@@ -32,7 +32,7 @@ struct VolumeOptions {
   int64_t encoding = 0;
   /// Chunks that are kept in memory, in bytes; 0: as Hdf5File::open_dataset says.
   int64_t cache_bytes = 0;
-  Hdf5Trust trust;
+  Hdf5Trust trust = {};
 };
 
 /// One axis of a volume.

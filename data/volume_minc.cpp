@@ -163,11 +163,9 @@ void find_scaling(Minc& volume) {
   check(scaling.min.size() == scaling.max.size(), Error::Kind::File, "[volume] ", volume.file.path(),
         ": image-min and image-max must have one shape, got ", scaling.min.size(), " and ",
         scaling.max.size(), " numbers");
-  volume.add("scaling",
-             "stored " + to_text(scaling.low) + " to " + to_text(scaling.high) + " are " +
-                 (scaling.axes == 0 ? to_text(scaling.min[0]) + " to " + to_text(scaling.max[0])
-                                    : std::to_string(entries) + " ranges, one for each of the first " +
-                                          std::to_string(scaling.axes) + " axes' indices"));
+  volume.add("scaling", "stored " + to_text(scaling.low) + " to " + to_text(scaling.high) + " are " +
+                            (entries == 1 ? to_text(scaling.min[0]) + " to " + to_text(scaling.max[0])
+                                          : std::to_string(entries) + " ranges, an own one for each slice"));
 }
 
 void find_axes(Minc& volume) {
