@@ -401,7 +401,7 @@ std::vector<Hdf5File::Entry> Hdf5File::list(const std::string& group) const {
       }
     }
     const H5I_type_t kind = H5Iget_type(object);
-    if (kind == H5I_GROUP || kind == H5I_DATASET) entries.push_back({name, kind == H5I_GROUP});
+    if (kind == H5I_GROUP || kind == H5I_DATASET) entries.push_back({name, kind == H5I_GROUP, link.type != H5L_TYPE_HARD});
   }
   return entries;
 }
@@ -428,7 +428,7 @@ std::vector<Hdf5File::Entry> Hdf5File::walk() const {
     to_do.pop_back();
     for (const Entry& entry : list(group.path.empty() ? "/" : group.path)) {
       const std::string name = group.path + "/" + entry.name;
-      if (!seen.insert(address(name)).second) continue;
+      if (entry.is_link || !seen.insert(address(name)).second) continue;
       if (found.size() >= most || group.depth >= deepest)
         fail_at(path(), "holds more than ", most, " objects, or groups nested more than ", deepest, " deep");
       found.push_back({name, entry.is_group});

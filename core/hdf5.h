@@ -77,11 +77,12 @@ class Hdf5File {
   struct Entry {
     std::string name;
     bool is_group = false;
+    bool is_link = false;  // a soft or external one
   };
   /// The groups and datasets in a group, sorted by name. Links that lead nowhere, and those out of the file
   /// unless it is trusted, are left out.
   std::vector<Entry> list(const std::string& group = "/") const;
-  /// All groups and datasets below the root, by their paths, each once, whatever links lead to it.
+  /// All groups and datasets below the root, by their paths, each once, however many hard links lead to it.
   std::vector<Entry> walk() const;
   /// True if there is a group or dataset of this name.
   bool contains(const std::string& name) const;

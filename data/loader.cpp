@@ -1,5 +1,6 @@
 #include "torus/data/loader.h"
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -56,8 +57,10 @@ Prefetcher::~Prefetcher() {
 }
 
 Batch Prefetcher::next() {
+  const auto begin = std::chrono::steady_clock::now();
   std::unique_lock lock(shared_->mutex);
   shared_->changed.wait(lock, [&] { return !shared_->ready.empty() || shared_->error; });
+  waited_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   if (shared_->ready.empty()) std::rethrow_exception(shared_->error);
   Batch batch = std::move(shared_->ready.front());
   shared_->ready.pop_front();

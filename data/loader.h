@@ -31,11 +31,14 @@ class Prefetcher {
   Batch next();
   /// The index of the batch that next() gives next: what a checkpoint stores.
   int64_t position() const { return position_; }
+  /// How long next() has waited for batches that were not ready, in seconds.
+  double waited() const { return waited_; }
 
  private:
   struct Shared;
   std::unique_ptr<Shared> shared_;
   int64_t position_;
+  double waited_ = 0;
 };
 
 }  // namespace torus
