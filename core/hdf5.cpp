@@ -401,7 +401,8 @@ std::vector<Hdf5File::Entry> Hdf5File::list(const std::string& group) const {
       }
     }
     const H5I_type_t kind = H5Iget_type(object);
-    if (kind == H5I_GROUP || kind == H5I_DATASET) entries.push_back({name, kind == H5I_GROUP, link.type != H5L_TYPE_HARD});
+    if (kind == H5I_GROUP || kind == H5I_DATASET)
+      entries.push_back({name, kind == H5I_GROUP, link.type != H5L_TYPE_HARD});
   }
   return entries;
 }

@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "torus/core/hdf5_handles.h"
+#include "torus/core/hdf5_lists.h"
 
 namespace torus {
 
@@ -415,13 +416,32 @@ Hdf5Dataset::Ragged Hdf5Dataset::read_ragged(const std::string& member, int64_t 
       !find_dtype(Id{H5Tget_super(member_file_type), H5Tclose}, dtype))
     fail_here("has '", member, "' of its records as ", name_of(member_file_type),
               ", not as lists of numbers");
+  Ragged result;
+  if (count == 0) return result;
+  const auto fail_limit = [&](int64_t record) {
+    fail_here("holds more in '", member, "' of its records from ", record, " than the ", limit,
+              " numbers announced");
+  };
+  state_->check_readable();
+  const Id item{H5Tget_super(member_file_type), H5Tclose};
+  if (auto lists =
+          H5Tequal(item, H5T_NATIVE_FLOAT) > 0 ? Lists::of(*state_, H5Tget_size(file_type)) : std::nullopt) {
+    const size_t offset = H5Tget_member_offset(file_type, static_cast<unsigned>(index));
+    for (int64_t i = first; i < first + count; ++i) {
+      const std::string_view bytes = lists->find(i, offset, sizeof(float));
+      const size_t items = bytes.size() / sizeof(float), before = result.values.size();
+      if (items > static_cast<size_t>(limit) - before) fail_limit(first);
+      result.values.resize(before + items);
+      std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(result.values.data() + before));
+      result.lengths.push_back(static_cast<int64_t>(items));
+    }
+    return result;
+  }
   const Id list{H5Tvlen_create(H5T_NATIVE_FLOAT), H5Tclose},
       type{H5Tcreate(H5T_COMPOUND, sizeof(hvl_t)), H5Tclose};
   H5Tinsert(type, member.c_str(), 0, list);
   std::vector<hvl_t> lists(static_cast<size_t>(count), hvl_t{0, nullptr});
   Arena arena(static_cast<size_t>(limit) * sizeof(float));
-  Ragged result;
-  if (count == 0) return result;
   try {
     state_->read(lists.data(), type, {first}, {count}, {}, arena.options());
   } catch (const Error&) {
@@ -513,6 +533,11 @@ std::string Hdf5File::read_text(const std::string& name) const {
   auto& state = *dataset.state_;
   state.check_readable();
   const Id type{H5Dget_type(state.id()), H5Tclose}, space{H5Dget_space(state.id()), H5Sclose};
+  if (H5Tis_variable_str(type) > 0 && state.info.shape.numel() == 1)
+    if (auto lists = Lists::of(state, Lists::reference_bytes)) {
+      const std::string_view text = lists->find(0, 0, 1);
+      return std::string(text.substr(0, text.find('\0')));
+    }
   Arena arena(most_bytes);
   const Id options = arena.options();
   const auto texts = state_->read_strings(type, space, name, options, [&](hid_t memory_type, void* into) {
