@@ -73,9 +73,11 @@ struct Ismrmrd : Volume::Source {
       : Source(std::move(opened)), records(file.open_dataset(group + "/data")) {}
 
   void read(Tensor& into, const Shape& first, const Shape& count, const Shape& step) const override {
-    into.fill_(0);
+    // Not Tensor::fill_, whose threads a child of fork does not have.
     dispatch_floating(into.dtype(), "volume", [&](auto zero) {
-      read_as<decltype(zero)>(into.mutable_data<decltype(zero)>(), first, count, step);
+      auto* out = into.mutable_data<decltype(zero)>();
+      std::fill_n(out, into.numel(), zero);
+      read_as<decltype(zero)>(out, first, count, step);
     });
   }
 
