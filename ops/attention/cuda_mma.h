@@ -443,29 +443,57 @@ struct ScoreArguments {
   __device__ AttentionDropout drawn() const { return {dropout.probability, dropout.seed, position.get()}; }
 };
 
-/// Its place in a table of relative biases, without the head.
-__device__ inline int64_t table_place(const BiasTerm& term, uint32_t q, uint32_t k) {
-  int64_t place = 0, step = 1;
-  for (int a = term.axes - 1; a >= 0; --a) {
-    const int32_t length = term.length[a], size = term.size[a];
-    const uint32_t l = static_cast<uint32_t>(length), next_q = q / l, next_k = k / l;
-    int32_t offset = static_cast<int32_t>(k - next_k * l) - static_cast<int32_t>(q - next_q * l);
-    if (term.wrapped[a]) {
-      if (offset < 0) offset += length;
-      if (offset > (length - 1) / 2) offset -= length;
-    }
-    place += (min(max(offset, -(size / 2)), size / 2) + size / 2) * step;
-    step *= size, q = next_q, k = next_k;
+/// s += a table of relative biases.
+template <class T, bool queries_own, class Column>
+__device__ inline void add_relative(float (&s)[8][4], const BiasTerm& term, int64_t h,
+                                    const int64_t (&own)[2], const Column& column) {
+  int32_t place[8][4] = {}, step = 1;
+  uint32_t own_rest[2] = {static_cast<uint32_t>(own[0]), static_cast<uint32_t>(own[1])}, rest[8][2];
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) rest[j][c] = static_cast<uint32_t>(column(j, c));
+#pragma unroll 1
+  for (int axis = term.axes - 1; axis >= 0; --axis) {
+    const int32_t length = term.length[axis], size = term.size[axis];
+    const auto split = [&](uint32_t& from) {  // the coordinate on this axis; what is left are those before it
+      const uint32_t before = from / static_cast<uint32_t>(length);
+      const auto coord = static_cast<int32_t>(from - before * static_cast<uint32_t>(length));
+      from = before;
+      return coord;
+    };
+    const int32_t mine[2] = {split(own_rest[0]), split(own_rest[1])};
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int32_t other = split(rest[j][c]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          int32_t offset = queries_own ? other - mine[half] : mine[half] - other;
+          if (term.wrapped[axis]) {
+            if (offset < 0) offset += length;
+            if (offset > (length - 1) / 2) offset -= length;
+          }
+          place[j][2 * half + c] += (min(max(offset, -(size / 2)), size / 2) + size / 2) * step;
+        }
+      }
+    step *= size;
   }
-  return place;
+  const T* const table = static_cast<const T*>(term.data) + h * term.step[1];
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      s[j][e] += widen(table[place[j][e]]);  // inside the table even where no token is
 }
 
 /// Products q.k of 16 rows by 64 columns become scores: softcap(scale * q.k) + bias. `slope`: the derivative
-/// of softcap, two a word of f16. `query(i, h)` and `key(i, h)` are tokens of column 8 (i / 2) + 2 (lane % 4)
-/// + i % 2 and row lane / 4 + 8 h.
-template <class T, class QueryOf, class KeyOf>
+/// of softcap, two a word of f16. `own`: tokens of rows lane / 4 and 8 further; `column(j, c)`: that of
+/// column 8 j + 2 (lane % 4) + c; -1 where there is none.
+template <class T, bool queries_own, class Column>
 __device__ inline void finish_scores(float (&s)[8][4], uint32_t (&slope)[8][2], const ScoreArguments& a,
-                                     int64_t b, int64_t h, const QueryOf& query, const KeyOf& key) {
+                                     int64_t b, int64_t h, const int64_t (&own)[2], const Column& column) {
 #pragma unroll
   for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -481,31 +509,32 @@ __device__ inline void finish_scores(float (&s)[8][4], uint32_t (&slope)[8][2], 
         slope[j][half] = pack<__half>(1 - t0 * t0, 1 - t1 * t1);
       }
   }
+#pragma unroll 1
   for (int n = 0; n < a.terms; ++n) {
     const BiasTerm& term = a.term[n];
-    if (term.kind == torus::AttentionBias::Kind::alibi) {
+    if (term.kind == torus::AttentionBias::Kind::relative) {
+      add_relative<T, queries_own>(s, term, h, own, column);
+    } else if (term.kind == torus::AttentionBias::Kind::alibi) {
       const float by = static_cast<const float*>(term.data)[h];
+      const int64_t shift = queries_own ? a.shift : -a.shift;
 #pragma unroll
       for (int j = 0; j < 8; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int64_t distance = key(2 * j + e % 2, e / 2) - query(2 * j + e % 2, e / 2) - a.shift;
+          const int64_t distance = column(j, e % 2) - own[e / 2] - shift;
           s[j][e] -= by * static_cast<float>(distance < 0 ? -distance : distance);
         }
-      continue;
+    } else {
+      const int64_t own_step = term.step[queries_own ? 2 : 3], step = term.step[queries_own ? 3 : 2];
+      const T* const from = static_cast<const T*>(term.data) + b * term.step[0] + h * term.step[1];
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int64_t other = column(j, e % 2);
+          if (own[e / 2] >= 0 && other >= 0) s[j][e] += widen(from[own[e / 2] * own_step + other * step]);
+        }
     }
-    const bool dense = term.kind == torus::AttentionBias::Kind::dense;
-    const T* const from =
-        static_cast<const T*>(term.data) + (dense ? b * term.step[0] : 0) + h * term.step[1];
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int64_t q = query(2 * j + e % 2, e / 2), k = key(2 * j + e % 2, e / 2);
-        if (q < 0 || k < 0) continue;
-        s[j][e] += widen(from[dense ? q * term.step[2] + k * term.step[3]
-                                    : table_place(term, static_cast<uint32_t>(q), static_cast<uint32_t>(k))]);
-      }
   }
 }
 

@@ -243,15 +243,12 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     if constexpr (of_scores) multiply_across(dp, x2_kept, x2_block, y2_tile);
 
     [[maybe_unused]] uint32_t slope[8][2];
-    const auto column_token = [&](int column) -> int64_t {
-      return tokens[i % 3][8 * (column / 2) + lane % 4 * 2 + column % 2];
+    const auto column_token = [&](int j, int c) -> int64_t {
+      return tokens[i % 3][8 * j + lane % 4 * 2 + c];
     };
-    const auto query = [&](int column, int half) {
-      return keys_own ? column_token(column) : own_tokens[half];
-    };
-    const auto key = [&](int column, int half) { return keys_own ? own_tokens[half] : column_token(column); };
     [[maybe_unused]] const int64_t query_head = keys_own ? first_head + block.member : own_head;
-    if constexpr (general) finish_scores<T>(s, slope, a.scores, b, query_head, query, key);
+    if constexpr (general)
+      finish_scores<T, !keys_own>(s, slope, a.scores, b, query_head, own_tokens, column_token);
 
       // s becomes the dropped weights, dp the gradient of scores.
 #pragma unroll
@@ -269,12 +266,11 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
         float factor = 1;
         if constexpr (general)
           if (a.rows.word) {
-            const int column = 2 * j + e % 2;
+            const int64_t key = keys_own ? own_tokens[e / 2] : column_token(j, e % 2);
             const uint32_t word = keys_own
                                       ? __float_as_uint(other_rows[stage][2][8 * j + lane % 4 * 2 + e % 2])
                                       : own_word[e / 2];
-            const bool kept =
-                AttentionDropout::mix(word, static_cast<uint32_t>(key(column, e / 2))) >= a.scores.threshold;
+            const bool kept = AttentionDropout::mix(word, static_cast<uint32_t>(key)) >= a.scores.threshold;
             factor = kept ? a.scores.keep_scale : 0;
           }
         s[j][e] = weight * factor;
@@ -304,7 +300,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
             for (int e = 0; e < 4; ++e)
               if (own_tokens[e / 2] >= 0 && allowed >> (4 * j + e) & 1)
                 to[own_tokens[e / 2] * term.gradient_step[2] +
-                   column_token(2 * j + e % 2) * term.gradient_step[3]] = narrow<T>(dp[j][e]);
+                   column_token(j, e % 2) * term.gradient_step[3]] = narrow<T>(dp[j][e]);
         }
       if (a.scores.softcap > 0)
 #pragma unroll

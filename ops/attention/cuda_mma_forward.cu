@@ -155,11 +155,9 @@ __global__ void __launch_bounds__(threads) forward(const __grid_constant__ Forwa
       }
       if constexpr (general) {
         uint32_t slope[8][2];
-        finish_scores<T>(
-            s[0], slope, a.scores, b, h, [&](int, int half) { return queries[half]; },
-            [&](int column, int) -> int64_t {
-              return tokens[i % 2][8 * (column / 2) + lane % 4 * 2 + column % 2];
-            });
+        finish_scores<T, true>(s[0], slope, a.scores, b, h, queries, [&](int j, int c) -> int64_t {
+          return tokens[i % 2][8 * j + lane % 4 * 2 + c];
+        });
       }
 
       bool grows = false;
