@@ -405,6 +405,11 @@ struct Schedule {
     section =
         std::clamp<int64_t>(cache / std::max<int64_t>(bytes_of_matrix, 1), 1, std::max<int64_t>(matrices, 1));
   }
+  unsigned blocks() const {
+    check(tiles * matrices <= 0x7fffffff, Error::Kind::Shape,
+          "[attention] expected at most 2^31 - 1 tiles, got ", tiles * matrices);
+    return static_cast<unsigned>(tiles * matrices);
+  }
   __device__ void find(int64_t index, int64_t& tile, int64_t& matrix) const {
     const int64_t number = index / (tiles * section), rest = index % (tiles * section);
     const int64_t size = min(section, matrices - number * section);

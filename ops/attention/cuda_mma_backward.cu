@@ -240,7 +240,6 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
       }
     };
     multiply_across(s, x1_kept, x1_block, y1_tile);
-    if constexpr (of_scores) multiply_across(dp, x2_kept, x2_block, y2_tile);
 
     [[maybe_unused]] uint32_t slope[8][2];
     const auto column_token = [&](int j, int c) -> int64_t {
@@ -250,7 +249,9 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     if constexpr (general)
       finish_scores<T, !keys_own>(s, slope, a.scores, b, query_head, own_tokens, column_token);
 
-      // s becomes the dropped weights, dp the gradient of scores.
+    if constexpr (of_scores) multiply_across(dp, x2_kept, x2_block, y2_tile);
+
+    // s becomes the dropped weights, dp the gradient of scores.
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       float2 lse, delta;
@@ -421,8 +422,7 @@ void launch(const BackwardArguments& arguments, bool general, cudaStream_t strea
     if (general) kernel = backward<T, width, owners, of_scores, of_weights, false, true>;
   constexpr size_t bytes = backward_memory<width, adds_dq>;
   allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
-  const int64_t blocks = arguments.schedule.tiles * arguments.schedule.matrices;
-  kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(arguments);
+  kernel<<<arguments.schedule.blocks(), threads, bytes, stream>>>(arguments);
   check_launch("attention.backward");
 }
 

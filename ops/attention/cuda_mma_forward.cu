@@ -29,10 +29,17 @@ constexpr size_t forward_memory() {
   return static_cast<size_t>(64 * (tiles + 2)) * width * 2;
 }
 
+// On a multiprocessor: as many as registers allow without spilling.
+template <int width, int tiles, bool general>
+constexpr int blocks_at_once = tiles == 2 || general || width == 256 ? 2
+                               : width == 64                         ? 4
+                                                                     : 3;
+
 // `tiles` of 64 queries, one or two. With two, nothing may gather, and scores are plain. `width` is that of
 // q, k and v, padded.
 template <class T, int width, int tiles, bool general>
-__global__ void __launch_bounds__(threads) forward(const __grid_constant__ ForwardArguments a) {
+__global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>)
+    forward(const __grid_constant__ ForwardArguments a) {
   static_assert(tiles == 1 || !general);
   constexpr bool may_gather = tiles == 1;
   constexpr bool keep_q = width * tiles <= 128;  // in registers
@@ -270,8 +277,7 @@ void launch(const ForwardArguments& arguments, cudaStream_t stream) {
   const auto kernel = forward<T, width, tiles, general>;
   constexpr size_t bytes = forward_memory<width, tiles>();
   allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
-  const int64_t blocks = arguments.schedule.tiles * arguments.schedule.matrices;
-  kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(arguments);
+  kernel<<<arguments.schedule.blocks(), threads, bytes, stream>>>(arguments);
   check_launch("attention.forward");
 }
 
