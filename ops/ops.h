@@ -170,6 +170,11 @@ Variable unfold(const Variable& x, const std::vector<int64_t>& patch,
 Variable fold(const Variable& tokens, const std::vector<int64_t>& grid, const std::vector<int64_t>& patch,
               const std::vector<int64_t>& stride = {});
 
+/// The discrete Fourier transform of complex numbers x [..., 2] along axes before the last (all of them if none is
+/// named), centred and orthonormal: along an axis of any length N, with c = N / 2 rounded down,
+/// y[k] = sum_n x[n] exp(-2 pi i (k - c) (n - c) / N) / sqrt(N), and + for the inverse.
+Variable fft(const Variable& x, const std::vector<int>& axes = {}, bool inverse = false);
+
 // Rotary position codes (Su et al., 2021).
 /// Turns the pair of channels (j, j + D / 2) of x [..., N, D] by the angle whose cosine is codes[0, n, j] and
 /// whose sine is codes[1, n, j]; codes [2, N, D / 2], floating. The product of two rows so turned depends on

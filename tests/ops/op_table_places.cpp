@@ -97,6 +97,36 @@ Shape tokens_shape(const Shape& x, const Sizes& patch, const Sizes& stride) {
   return shape;
 }
 
+Arrays fft_reference(const Array& x, std::vector<int> axes, bool inverse) {
+  const int dim = x.shape.dim();
+  if (axes.empty())
+    for (int axis = 0; axis < dim - 1; ++axis) axes.push_back(axis);
+  Array from = x;
+  for (int axis : axes) {
+    const auto at = static_cast<size_t>(axis < 0 ? axis + dim : axis);
+    const int64_t n = x.shape[static_cast<int>(at)];
+    Array to(x.shape);
+    for_each_index(x.shape, [&](const Index& k) {
+      Index i = k;
+      double sum = 0;
+      for (i[at] = 0; i[at] < n; ++i[at]) {
+        const double angle = (inverse ? 2 : -2) * M_PI * static_cast<double>((k[at] - n / 2) * (i[at] - n / 2)) /
+                             static_cast<double>(n);
+        Index part = i;
+        part.back() = 0;
+        const double real = from.at(part);
+        part.back() = 1;
+        const double imaginary = from.at(part);
+        sum += k.back() == 0 ? real * std::cos(angle) - imaginary * std::sin(angle)
+                             : real * std::sin(angle) + imaginary * std::cos(angle);
+      }
+      to.at(k) = sum / std::sqrt(static_cast<double>(n));
+    });
+    from = to;
+  }
+  return {from};
+}
+
 Arrays rotary_reference(const Array& x, int64_t offset) {
   Array y = x;
   const int64_t pairs = x.shape.back() / 2;
@@ -303,6 +333,14 @@ std::vector<Row> rows_of_places() {
   for (const auto& [name, equation, cases, large] : sums)
     add_row({"einsum_" + name, [=](auto& x) { return Variables{einsum(equation, x[0], x[1])}; },
              [=](const Arrays& in) { return einsum_reference(equation, in); }, cases, large});
+
+  // Complex numbers to frequencies and back.
+  for (const auto& [name, axes, inverse] : std::vector<std::tuple<std::string, std::vector<int>, bool>>{
+           {"fft", {}, false}, {"fft_inverse", {-2, 0}, true}})
+    add_row({name, [axes = axes, inverse = inverse](auto& x) { return Variables{fft(x[0], axes, inverse)}; },
+             [axes = axes, inverse = inverse](const Arrays& in) { return fft_reference(in[0], axes, inverse); },
+             Cases{{{3, 4, 2}}, {{2, 3, 5, 2}}, {{1, 7, 2}}, {{1, 1, 2}}, {{0, 3, 2}}},
+             {{34, 9, 60, 2}}});
 
   add_row({"rotary",
            [](auto& x) {

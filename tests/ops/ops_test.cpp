@@ -186,6 +186,9 @@ TEST(Ops, ErrorsSayWhatWasExpectedAndWhatCame) {
   expect_error(shape, "[fold] tokens must be [B, 2, C * 3] for grid [6] in patches [3], got [1, 2, 4]", [&] {
     fold(ones({1, 2, 4}), {6}, {3});
   });
+  expect_error(shape, "[fft] expected complex numbers, a last axis of 2, got [2, 3]", [&] { fft(x); });
+  expect_error(shape, "[fft] expected axes before the last of [3, 2], each once, got 0 again or the last",
+               [&] { fft(ones({3, 2}), {0, -2}); });
   expect_error(shape, "[rotary] codes must be [2, 2, 2] for x [2, 4], got [2, 3, 2]", [&] {
     rotary(ones({2, 4}), rotary_codes(3, 4));
   });
@@ -609,6 +612,29 @@ TEST(Ops, RotaryScoresDependOnDistance) {
   const auto far = rotary_codes(1, 2, {.offset = 1234567}).to_vector<double>();
   EXPECT_NEAR(far[0], std::cos(1234567.0), 1e-7);
   EXPECT_NEAR(far[1], std::sin(1234567.0), 1e-7);
+}
+
+// Impulses become waves, energy stays, the inverse comes back: at lengths of all kinds, to the last bits.
+TEST(Fft, OfAnyLength) {
+  for (int64_t n : {1, 2, 3, 4, 5, 16, 17, 30, 97, 128, 368, 640}) {
+    const Tensor x = randn({n, 2}, 0, 1, f64);
+    const Tensor y = fft(x).value();
+    double before = 0, after = 0, error = 0;
+    const auto a = x.to_vector<double>(), b = y.to_vector<double>(), c = fft(y, {}, true).value().to_vector<double>();
+    for (size_t i = 0; i < a.size(); ++i) {
+      before += a[i] * a[i];
+      after += b[i] * b[i];
+      error = std::max(error, std::abs(c[i] - a[i]));
+    }
+    EXPECT_NEAR(after / before, 1, 1e-13) << n;
+    EXPECT_LT(error, 1e-13) << n;
+    // A constant is an impulse in the middle, in f32 too.
+    Tensor constant = Tensor::zeros({n, 2});
+    constant.select(1, 0).fill_(1);
+    const auto impulse = fft(constant).value().to_vector<float>();
+    for (int64_t i = 0; i < n; ++i)
+      EXPECT_NEAR(impulse[size_t(2 * i)], i == n / 2 ? std::sqrt(double(n)) : 0, 1e-6 * std::sqrt(double(n))) << n;
+  }
 }
 
 TEST(Ops, RotaryOnAGridIsPeriodicWhereAsked) {
