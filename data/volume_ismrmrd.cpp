@@ -68,11 +68,16 @@ struct Ismrmrd : Volume::Source {
   Hdf5Dataset records;
   int64_t channels = 0;
   std::vector<Readout> readouts;  // sorted by place, one a place
+  bool is_sparse = false;         // nearly all lines were not measured: a damaged counter?
 
   Ismrmrd(Hdf5File opened, const std::string& group)
       : Source(std::move(opened)), records(file.open_dataset(group + "/data")) {}
 
   void read(Tensor& into, const Shape& first, const Shape& count, const Shape& step) const override {
+    constexpr int64_t many = int64_t{1} << 24;
+    check(!is_sparse || into.numel() < many, Error::Kind::File, "[volume] ", file.path(), ": '", info.dataset,
+          "' makes ", info.shape, " of ", readouts.size(),
+          " readouts; only a file that is trusted may be so sparse");
     // Not Tensor::fill_, whose threads a child of fork does not have.
     dispatch_floating(into.dtype(), "volume", [&](auto zero) {
       auto* out = into.mutable_data<decltype(zero)>();
@@ -351,6 +356,8 @@ std::shared_ptr<const Volume::Source> open_ismrmrd(Hdf5File opened, const Volume
   readouts.resize(last + 1);
 
   const int64_t lines = info.shape.numel() / volume->channels / width;
+  constexpr int64_t sparse = 1100;  // as for datasets
+  volume->is_sparse = !options.trust.sparse && lines / sparse > static_cast<int64_t>(readouts.size());
   volume->add("lines", std::to_string(readouts.size()) + " measured of " + std::to_string(lines));
   if (repeated > 0)
     volume->add("measured again", std::to_string(repeated) + " lines; the later readout counts");

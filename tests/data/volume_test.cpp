@@ -306,6 +306,27 @@ TEST(Volume, IsmrmrdPlacesPartialEchoesAndChecksLengths) {
                "readout 1 of '/second/data' must have 20 numbers (2 x channels x samples), got 18");
 }
 
+TEST(Volume, IsmrmrdWithADamagedCounter) {
+  const TemporaryFolder folder;
+  Acquisition lost = readout(1, 0, 1, 64, 1);
+  lost.head.idx.slice = 40000;
+  {
+    Foreign file(folder / "x.h5");
+    write_ismrmrd(file, "dataset", {readout(0, 0, 1, 64, 2), lost}, true, "");
+  }
+  EXPECT_EQ(open_volume(folder / "x.h5").read({40000, 0, 0, 1, 0}, {1, 1, 1, 1, 64}).to_vector<float>(),
+            lost.data);
+  {
+    lost.head.idx.repetition = 40000;
+    Foreign file(folder / "x.h5");
+    write_ismrmrd(file, "dataset", {readout(0, 0, 1, 64, 2), lost}, true, "");
+  }
+  const Volume volume = open_volume(folder / "x.h5");
+  EXPECT_EQ(volume.shape(), (Shape{40001, 40001, 1, 1, 2, 64}));
+  EXPECT_ERROR(volume.read({0, 0, 0, 0, 0, 0}, {5, 40001, 1, 1, 2, 64}), File,
+               "of 2 readouts; only a file that is trusted");
+}
+
 TEST(Volume, IsmrmrdOfARealWriter) {
   const std::string path = shared_file("acqDataBrainSim100.h5");
   if (path.empty()) GTEST_SKIP() << "acqDataBrainSim100.h5 is not here";
@@ -907,6 +928,24 @@ std::vector<std::string> samples(const TemporaryFolder& folder) {
   minc.max = {5, 6};
   minc.write(paths.emplace_back(folder / "minc.mnc"));
   return paths;
+}
+
+TEST(Volume, NamesWhatIsNoHdf5) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "x.mnc", zeros(1000, '\0');
+  std::string nifti = zeros;
+  nifti.replace(344, 3, "n+1");
+  for (const auto& [content, line] : std::vector<std::pair<std::string, std::string>>{
+           {"CDF\x01" + zeros, "it is a NetCDF-3 file; if it is MINC1, run: mincconvert -2 OLD.mnc NEW.mnc"},
+           {"\x1f\x8b" + zeros, "it is a gzip file"},
+           {"\x93NUMPY" + zeros, "it is a NumPy file"},
+           {nifti, "it is a NIfTI file"},
+           {"", "it is empty"},
+           {"\x89HDF\r\n\x1a", "no signature of HDF5 in its 7 bytes; a download that was cut short"},
+           {"\x89HDF\r\n\x1a\n" + zeros, "not an HDF5 file, or damaged: "}}) {
+    write_file(path, content);
+    EXPECT_ERROR(open_volume(path), File, line);
+  }
 }
 
 TEST(Volume, CutAnywhere) {
