@@ -1,9 +1,11 @@
 // A target for libFuzzer: any bytes opened and read as a volume. An error is right; a crash, a hang or growth
-// is not. Build and run beside a release build, with small files of each layout as a corpus:
-//   clang++ -std=c++20 -g -fsanitize=fuzzer -Ibuild/include tests/fuzz/volume_fuzz.cpp -Lbuild -ltorus \
-//     -Wl,-rpath,$PWD/build -o build/volume_fuzz
-//   build/volume_fuzz -max_len=65536 -timeout=10 -rss_limit_mb=2048 CORPUS
-#include <sys/mman.h>
+// is not. Built by hand beside a release build: our layer for coverage, the rest as it is. Small files of
+// each layout are the corpus.
+//   clang++ -std=c++20 -O1 -g -fsanitize=fuzzer,address -Ibuild/include -isystem /usr/include/hdf5/serial \
+//     tests/fuzz/volume_fuzz.cpp core/hdf5*.cpp data/volume.cpp data/volume_[fim]*.cpp data/xml.cpp \
+//     -Lbuild -ltorus -lhdf5_serial -Wl,-rpath,$PWD/build -o build/volume_fuzz
+//   ASAN_OPTIONS=detect_leaks=0 build/volume_fuzz -max_len=140000 -timeout=10 -rss_limit_mb=4096 CORPUS
+#include <stdlib.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -12,8 +14,8 @@
 #include "torus/data/volume.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  static const int file = ::memfd_create("volume", 0);
-  static const std::string path = "/proc/self/fd/" + std::to_string(file);
+  static std::string path = "/dev/shm/volume-fuzz-XXXXXX";
+  static const int file = ::mkstemp(path.data());
   if (::ftruncate(file, 0) != 0 || ::pwrite(file, data, size, 0) != static_cast<ssize_t>(size)) return 0;
   try {
     const torus::Volume volume = torus::open_volume(path);
