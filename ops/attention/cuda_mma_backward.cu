@@ -193,20 +193,22 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
       load_matrices(x1_kept[kk], x1_block.at(0, 16 * kk));
       load_matrices(x2_kept[kk], x2_block.at(0, 16 * kk));
     }
+  int filled = walk.filled;  // read while nobody writes it
   if (thread < tile_size)
-    for (int i = 0; i < 2 && i < walk.filled; ++i) tokens[i][thread] = walk[i].token(thread);
+    for (int i = 0; i < 2 && i < filled; ++i) tokens[i][thread] = walk[i].token(thread);
   __syncthreads();
-  if (walk.filled > 0) load(0);
+  if (filled > 0) load(0);
 
-  for (int i = 0; i < walk.filled; ++i) {
+  for (int i = 0; i < filled; ++i) {
     wait_for_copies();
     __syncthreads();  // block i is there, all before is done with
+    if (i % walk.at_once == 1) filled = walk.filled;
     const Block& block = walk[i];
     const int stage = stages<width> == 2 ? i % 2 : 0;
     if (i % walk.at_once == 0 && thread == 0) walk.fill(side_of, tile);
-    if (stages<width> == 2 && i + 1 < walk.filled) load(i + 1);
+    if (stages<width> == 2 && i + 1 < filled) load(i + 1);
     int32_t later_token = -1;
-    if (thread < tile_size && i + 2 < walk.filled) later_token = walk[i + 2].token(thread);
+    if (thread < tile_size && i + 2 < filled) later_token = walk[i + 2].token(thread);
 
     const char* const y1_tile = y_tiles + stage * tile_bytes;
     const char* const y2_tile = y1_tile + stages<width> * tile_bytes;
@@ -383,7 +385,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     if (thread < tile_size) tokens[(i + 2) % 3][thread] = later_token;
     if constexpr (stages<width> == 1) {
       __syncthreads();
-      if (i + 1 < walk.filled) load(i + 1);
+      if (i + 1 < filled) load(i + 1);
     }
   }
 

@@ -109,7 +109,8 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
                                        [&](int row) { return row < count ? int64_t{first + row} : -1; });
     }
   };
-  if (walk.filled > 0) {
+  int filled = walk.filled;  // read while nobody writes it
+  if (filled > 0) {
     if constexpr (may_gather) {
       if (thread < tile_size) tokens[0][thread] = walk[0].token(thread);
       __syncthreads();
@@ -117,12 +118,13 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
     load(k_tile, k, a.k.row, a.width, 0);
   }
 
-  for (int i = 0; i < walk.filled; ++i) {
+  for (int i = 0; i < filled; ++i) {
     wait_for_copies();
     __syncthreads();  // keys are there, the values before are done with
+    if (i % walk.at_once == 1) filled = walk.filled;
     q_block.computed_here(), k_block.computed_here(), v_block.computed_here();
     const Block& block = walk[i];
-    const bool more = i + 1 < walk.filled;
+    const bool more = i + 1 < filled;
     if (i % walk.at_once == 0 && thread == 0) walk.fill(side_of, tile);
     load(v_tile, v, a.v.row, a.value_width, i);
     [[maybe_unused]] int32_t next_token = -1;
