@@ -51,7 +51,7 @@ int run(int argc, char** argv) {
       "Several masks given together are combined by 'and'. Examples:\n"
       "  mask --grid 5x5 --window 3 --boundary wrap,wrap --show --gradcheck\n"
       "  mask --tokens 1000 --causal --left 64 --png mask.png"};
-  std::string grid, window = "3", dilation = "1", boundary = "shift", documents, png;
+  std::string grid, window = "3", dilation = "1", boundary = "shift", documents, png, device = "cpu";
   int64_t tokens = 0, left = -1, right = -1, prefix = -1;
   bool causal = false, show = false, gradcheck = false;
   app.add_option("--grid", grid, "sides of a grid, such as 20x20x16: a window around each token");
@@ -71,6 +71,9 @@ int run(int argc, char** argv) {
   app.add_option("--png", png, "draw it into a PNG file");
   app.add_flag("--gradcheck", gradcheck,
                "compare the fused kernels with finite differences and the reference");
+  app.add_option("--device", device, "cpu or cuda: whose kernels are compared")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -116,7 +119,7 @@ int run(int argc, char** argv) {
   print_mask_costs(mask, size);
   if (show) show_mask(mask, size);
   if (!png.empty()) draw_mask(mask, size, png);
-  return gradcheck && !check_mask(mask, size) ? 1 : 0;
+  return gradcheck && !check_mask(mask, size, device == "cuda" ? cuda : cpu) ? 1 : 0;
 }
 
 }  // namespace

@@ -85,13 +85,15 @@ inline void print_mask_costs(const torus::Mask& mask, const MaskSize& size) {
   std::printf("bytes of the map   %lld\n", number(costs.bytes));
 }
 
-/// The fused kernels in double against finite differences and against the composed reference. Prints one
-/// table; returns whether all is well.
-inline bool check_mask(const torus::Mask& mask, const MaskSize& size) {
+/// The fused kernels of a device in double against finite differences and against the composed reference.
+/// Prints one table; returns whether all is well.
+inline bool check_mask(const torus::Mask& mask, const MaskSize& size, torus::Device device = torus::cpu) {
   using namespace torus;
   const int64_t heads = 2, width = 3;
   Generator generator(1);
-  const auto make = [&](int64_t tokens) { return randn({1, heads, tokens, width}, 0, 1, f64, generator); };
+  const auto make = [&](int64_t tokens) {
+    return randn({1, heads, tokens, width}, 0, 1, f64, generator).to(device);
+  };
   const std::vector<Tensor> inputs{make(size.queries), make(size.keys), make(size.keys)};
   const Tensor d_out = make(size.queries);
   const auto run = [&](Backend backend) {
@@ -116,7 +118,7 @@ inline bool check_mask(const torus::Mask& mask, const MaskSize& size) {
     std::printf("%-24s %12.2e %10s\n", what.c_str(), error, ok ? "ok" : "WRONG");
   };
   if (size.queries * size.keys <= 4096 * 4096) {
-    const auto fused = run(Backend::cpu), composed = run(Backend::reference);
+    const auto fused = run(Backend::automatic), composed = run(Backend::reference);
     const char* names[] = {"output", "gradient of q", "gradient of k", "gradient of v"};
     for (size_t i = 0; i < 4; ++i) {
       // Relative, but for a gradient that is truly zero, as with one key a query.
@@ -130,8 +132,7 @@ inline bool check_mask(const torus::Mask& mask, const MaskSize& size) {
   const bool full_jacobian = size.queries + 2 * size.keys <= 192;
   const auto report = gradcheck(
       [&](const std::vector<Variable>& x) {
-        return std::vector<Variable>{
-            attention(x[0], x[1], x[2], {.mask = mask, .backend = Backend::cpu}).out};
+        return std::vector<Variable>{attention(x[0], x[1], x[2], {.mask = mask}).out};
       },
       inputs, {.mode = full_jacobian ? GradcheckOptions::Mode::full : GradcheckOptions::Mode::projection});
   row(full_jacobian ? "finite differences, all" : "finite differences, sum",

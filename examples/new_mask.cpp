@@ -22,7 +22,7 @@ int main() {
     const MaskSize size{48, 48, grid};
     show_mask(others, size);
     print_mask_costs(others, size);
-    return check_mask(others, size) ? 0 : 1;
+    return check_mask(others, size) && (!cuda_available() || check_mask(others, size, cuda)) ? 0 : 1;
   } catch (const std::exception& error) {
     std::cerr << error.what() << "\n";
     return 1;
