@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
 
     if constexpr (of_scores) multiply_across(dp, x2_kept, x2_block, y2_tile);
 
-    // s becomes the dropped weights, dp the gradient of scores.
+      // s becomes the dropped weights, dp the gradient of scores.
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       float2 lse, delta;
@@ -389,6 +389,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     }
   }
 
+  if constexpr (adds_dq) __syncthreads();  // all warps read the keys, whose tile results pass through
   const auto warp_token = [&](int row) { return owner(side, tile, 16 * warp + row); };
   if constexpr (of_scores) {
     const Operand& to = keys_own ? a.dk : a.dq;
