@@ -22,7 +22,7 @@ double distance(const std::vector<double>& got, const std::vector<double>& expec
     size += expected[i] * expected[i];
   }
   // Results that are zero but for rounding are not divided by it.
-  return std::sqrt(error / (size + 1e-6 * static_cast<double>(got.size())));
+  return std::sqrt(error / (size + 1e-6 * static_cast<double>(got.size() + 1)));
 }
 double distance(const Tensor& got, const Tensor& expected) {
   return distance(got.to_vector<double>(), expected.to_vector<double>());
