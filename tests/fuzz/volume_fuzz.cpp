@@ -4,7 +4,7 @@
 //   clang++ -std=c++20 -O1 -g -fsanitize=fuzzer,address -Ibuild/include -isystem /usr/include/hdf5/serial \
 //     tests/fuzz/volume_fuzz.cpp core/hdf5*.cpp data/volume.cpp data/volume_[fim]*.cpp data/xml.cpp \
 //     -Lbuild -ltorus -lhdf5_serial -Wl,-rpath,$PWD/build -o build/volume_fuzz
-//   ASAN_OPTIONS=detect_leaks=0 build/volume_fuzz -max_len=140000 -timeout=10 -rss_limit_mb=4096 CORPUS
+//   ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 build/volume_fuzz -max_len=140000 -timeout=10 -rss_limit_mb=4096 CORPUS
 #include <stdlib.h>
 #include <unistd.h>
 
