@@ -1,5 +1,6 @@
-// Seconds for COUNT random and as many sequential slices of a dataset, and the share of its time that a loop with steps
-// of 5 ms waits for batches of 4 random slices: volume_bench FILE DATASET COUNT. For compare_h5py.py.
+// Seconds for COUNT random and as many sequential slices of a dataset, and the share of its time that a loop
+// with steps of 5 ms waits for batches of 4 random slices: volume_bench FILE DATASET COUNT. For
+// compare_h5py.py.
 #include <torus/torus.h>
 
 #include <chrono>
@@ -15,7 +16,9 @@ int main(int argc, char** argv) {
     return 1;
   }
   const int64_t count = std::atoll(argv[3]);
-  const auto since = [](Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); };
+  const auto since = [](Clock::time_point begin) {
+    return std::chrono::duration<double>(Clock::now() - begin).count();
+  };
   for (const bool random : {true, false}) {
     const Volume volume = open_volume(argv[1], {.dataset = argv[2]});
     Shape first = volume.shape(), box = first;
