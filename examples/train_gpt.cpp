@@ -310,7 +310,7 @@ bool train(GPT& model, AdamW& optimizer, const Task& task, const Options& option
     progress.note((stopped ? "time is up at " : "trained to ") + where);
   const double speed = progress.tokens_per_second(), peak = peak_flops(device, model.config().dtype);
   const double share = peak > 0 ? 100 * speed * flops_per_token(model) / peak : 0;
-  if (device != cpu)
+  if (device != cpu && speed > 0)
     progress.note(format("%.1f k tok/s on %s; ", speed / 1000, device_name(device).c_str()) +
                   (peak > 0 ? format("%.1f %% of its %.0f TFLOP/s", share, peak / 1e12)
                             : std::string("share of its peak: n/a")) +

@@ -247,7 +247,7 @@ class Walk {
   /// By one thread. `side_of(member)` is the map's side for each of the heads that are gone through.
   template <class Sides>
   __device__ void start(const Sides& side_of, int64_t tile, int members) {
-    filled = 0, member_ = 0, members_ = members;
+    filled_ = 0, member_ = 0, members_ = members;
     Cursor cursors[tiles];
     begin(cursors, side_of(0), tile);
     save(cursors);
@@ -257,7 +257,7 @@ class Walk {
   /// By one thread: writes up to `at_once` further blocks.
   template <class Sides>
   __device__ void fill(const Sides& side_of, int64_t tile) {
-    int made = filled, member = member_;
+    int made = filled_, member = member_;
     Cursor cursors[tiles];
 #pragma unroll
     for (int i = 0; i < tiles; ++i) cursors[i] = saved_[i];
@@ -272,12 +272,13 @@ class Walk {
     }
     save(cursors);
     member_ = member;
-    filled = made;
+    filled_ = made;
   }
 
   __device__ const Block& operator[](int i) const { return blocks_[i % capacity]; }
-
-  int filled;  // blocks written so far; more will follow only if this is a multiple of `at_once`
+  /// Blocks written so far; more will follow only if this is a multiple of `at_once`. Not to be asked while a
+  /// thread fills: volatile, lest the compiler ask then.
+  __device__ int filled() const { return *const_cast<const volatile int*>(&filled_); }
 
  private:
   // What is left of a tile's visits: the rest of one, and those after it.
@@ -369,7 +370,7 @@ class Walk {
   }
 
   Block blocks_[capacity];
-  int member_, members_;
+  int filled_, member_, members_;
   Cursor saved_[tiles];
 };
 

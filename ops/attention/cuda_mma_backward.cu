@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
       load_matrices(x1_kept[kk], x1_block.at(0, 16 * kk));
       load_matrices(x2_kept[kk], x2_block.at(0, 16 * kk));
     }
-  int filled = walk.filled;  // read while nobody writes it
+  int filled = walk.filled();  // read while nobody writes it
   if (thread < tile_size)
     for (int i = 0; i < 2 && i < filled; ++i) tokens[i][thread] = walk[i].token(thread);
   __syncthreads();
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
   for (int i = 0; i < filled; ++i) {
     wait_for_copies();
     __syncthreads();  // block i is there, all before is done with
-    if (i % walk.at_once == 1) filled = walk.filled;
+    if (i % walk.at_once == 1) filled = walk.filled();
     const Block& block = walk[i];
     const int stage = stages<width> == 2 ? i % 2 : 0;
     if (i % walk.at_once == 0 && thread == 0) walk.fill(side_of, tile);

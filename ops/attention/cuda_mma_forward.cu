@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
                                        [&](int row) { return row < count ? int64_t{first + row} : -1; });
     }
   };
-  int filled = walk.filled;  // read while nobody writes it
+  int filled = walk.filled();  // read while nobody writes it
   if (filled > 0) {
     if constexpr (may_gather) {
       if (thread < tile_size) tokens[0][thread] = walk[0].token(thread);
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
   for (int i = 0; i < filled; ++i) {
     wait_for_copies();
     __syncthreads();  // keys are there, the values before are done with
-    if (i % walk.at_once == 1) filled = walk.filled;
+    if (i % walk.at_once == 1) filled = walk.filled();
     q_block.computed_here(), k_block.computed_here(), v_block.computed_here();
     const Block& block = walk[i];
     const bool more = i + 1 < filled;
