@@ -321,8 +321,8 @@ bool train(GPT& model, AdamW& optimizer, const Task& task, const Options& option
 std::unique_ptr<Task> make_task(const Options& options) {
   const auto seed = static_cast<uint64_t>(options.seed);
   if (options.task == "addition") {
-    check(options.text.empty() && options.tokens.empty(), Error::Kind::Value,
-          "--text and --tokens are not for --task addition");
+    check(options.text.empty(), Error::Kind::Value, "--text is not for --task addition");
+    check(options.tokens.empty(), Error::Kind::Value, "--tokens is not for --task addition");
     return std::make_unique<AdditionTask>(options.batch, options.context, seed);
   }
   if (!options.tokens.empty()) {

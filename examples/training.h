@@ -113,7 +113,9 @@ class Progress {
   }
 
   /// Of training, without what came in between.
-  double seconds() const { return seconds_; }
+  double seconds() const {
+    return seconds_ + std::chrono::duration<double>(Clock::now() - since_).count();
+  }
   double tokens_per_second() const { return static_cast<double>(steps_ * tokens_per_step_) / seconds_; }
 
  private:
