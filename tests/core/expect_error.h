@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <string>
 
 #include "torus/core/error.h"
@@ -17,3 +18,17 @@
     EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what(); \
     EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << error.what(); \
   }
+
+namespace torus {
+
+/// What f throws, or "no error".
+inline std::string message_of(const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+}  // namespace torus

@@ -1,36 +1,18 @@
 // Runs `mask` and `new_mask` as a user does.
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <cstdio>
 #include <fstream>
 #include <string>
 
 #include "core/temporary_folder.h"
+#include "examples/program.h"
 
 namespace torus {
 namespace {
 
-struct Outcome {
-  int status;
-  std::string text;  // output and errors
-};
-
-Outcome run(const std::string& command) {
-  FILE* pipe = popen((std::string(TORUS_EXAMPLES_DIR "/") + command + " 2>&1").c_str(), "r");
-  std::string text;
-  char buffer[4096];
-  for (size_t count; (count = fread(buffer, 1, sizeof buffer, pipe)) > 0;) text.append(buffer, count);
-  const int status = pclose(pipe);
-  return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, text};
-}
-
-bool has(const Outcome& outcome, const std::string& part) {
-  return outcome.text.find(part) != std::string::npos;
-}
-
 TEST(MaskProgram, DrawsCountsAndChecks) {
-  const Outcome result = run("mask --grid 5x5 --window 3 --boundary wrap,wrap --show --gradcheck");
+  const ProgramOutcome result =
+      run_program("mask --grid 5x5 --window 3 --boundary wrap,wrap --show --gradcheck");
   EXPECT_EQ(result.status, 0) << result.text;
   EXPECT_TRUE(has(result, "keys a query       9 to 9\n")) << result.text;
   EXPECT_TRUE(has(result, "scores needed      225\n")) << result.text;
@@ -43,14 +25,15 @@ TEST(MaskProgram, DrawsCountsAndChecks) {
 
 TEST(MaskProgram, CombinesAndWritesPictures) {
   const TemporaryFolder folder;
-  const Outcome result = run("mask --tokens 5000 --causal --left 64 --png '" + folder / "mask.png" + "'");
+  const ProgramOutcome result =
+      run_program("mask --tokens 5000 --causal --left 64 --png '" + folder / "mask.png" + "'");
   EXPECT_EQ(result.status, 0) << result.text;
   EXPECT_TRUE(has(result, "keys a query       1 to 65\n")) << result.text;
   std::ifstream file(folder / "mask.png", std::ios::binary);
   char head[4] = {};
   file.read(head, 4);
   EXPECT_EQ(std::string(head + 1, 3), "PNG");
-  const Outcome valid = run("mask --grid 6x4 --window 3,2 --boundary valid --gradcheck");
+  const ProgramOutcome valid = run_program("mask --grid 6x4 --window 3,2 --boundary valid --gradcheck");
   EXPECT_EQ(valid.status, 0) << valid.text;
   EXPECT_TRUE(has(valid, "keys a query       6 to 6\n")) << valid.text;
 }
@@ -66,17 +49,17 @@ TEST(MaskProgram, SaysWhatIsWrongInOneLine) {
         {"--grid 4x4 --tokens 5 --documents 3,4", "[document] the documents have 7 queries, got 16\n"},
         {"", "mask: expected --grid, --tokens or --documents (--help lists all)\n"},
         {"--tokens 8 --png /nowhere/at.png", "[png] cannot write /nowhere/at.png"}}) {
-    const Outcome result = run(std::string("mask ") + flags);
+    const ProgramOutcome result = run_program(std::string("mask ") + flags);
     EXPECT_EQ(result.status, 1) << flags;
     EXPECT_TRUE(has(result, line)) << result.text;
   }
-  const Outcome unknown = run("mask --bogus");
+  const ProgramOutcome unknown = run_program("mask --bogus");
   EXPECT_EQ(unknown.status, 1);
   EXPECT_EQ(unknown.text, "mask: The following argument was not expected: --bogus\n");
 }
 
 TEST(NewMaskProgram, DrawsAndChecks) {
-  const Outcome result = run("new_mask");
+  const ProgramOutcome result = run_program("new_mask");
   EXPECT_EQ(result.status, 0) << result.text;
   EXPECT_TRUE(has(result, "gradient of k, reference")) << result.text;
   EXPECT_FALSE(has(result, "WRONG")) << result.text;

@@ -1,34 +1,17 @@
 // Runs `volume` as a user does.
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
-#include <cstdio>
 #include <string>
 
 #include "core/temporary_folder.h"
+#include "examples/program.h"
 #include "torus/core/hdf5.h"
 #include "torus/core/random.h"
 
 namespace torus {
 namespace {
 
-struct Outcome {
-  int status;
-  std::string text;  // output and errors
-};
-
-Outcome run(const std::string& arguments) {
-  FILE* pipe = popen((std::string(TORUS_EXAMPLES_DIR "/volume ") + arguments + " 2>&1").c_str(), "r");
-  std::string text;
-  char buffer[4096];
-  for (size_t count; (count = fread(buffer, 1, sizeof buffer, pipe)) > 0;) text.append(buffer, count);
-  const int status = pclose(pipe);
-  return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, text};
-}
-
-bool has(const Outcome& outcome, const std::string& part) {
-  return outcome.text.find(part) != std::string::npos;
-}
+ProgramOutcome run(const std::string& arguments) { return run_program("volume " + arguments); }
 
 TEST(VolumeProgram, SaysDrawsAndExports) {
   const TemporaryFolder folder;
@@ -40,7 +23,7 @@ TEST(VolumeProgram, SaysDrawsAndExports) {
     file.set_attribute("deep/x", "note", "two\nlines");
     file.close();
   }
-  Outcome result = run(path + " --png " + folder / "x.png" + " --export " + folder / "out.h5");
+  ProgramOutcome result = run(path + " --png " + folder / "x.png" + " --export " + folder / "out.h5");
   EXPECT_EQ(result.status, 0) << result.text;
   for (const char* line : {"layout       a dataset\n", "dataset      /deep/x\n",
                            "shape        [20, 300, 40]: axis 0 axis 1 axis 2\n", "type         f32\n",
@@ -76,7 +59,7 @@ TEST(VolumeProgram, SaysWhatIsWrongInOneLine) {
         {path + " --dtype i8", "--dtype: expected f32 or f64, got i8\n"},
         {path + " --png /nowhere/x.png", "[png] cannot write /nowhere/x.png"},
         {path + " --export /nowhere/x.h5", "[write] /nowhere/x.h5: there is no folder /nowhere\n"}}) {
-    const Outcome result = run(arguments);
+    const ProgramOutcome result = run(arguments);
     EXPECT_EQ(result.status, 1) << arguments;
     EXPECT_TRUE(has(result, line)) << result.text;
   }
@@ -93,7 +76,7 @@ TEST(VolumeProgram, Verifies) {
     for (const char* name : {"a", "b", "c"}) file.write(name, randn({50, 60}));
     file.close();
   }
-  Outcome result = run(path + " --verify");
+  ProgramOutcome result = run(path + " --verify");
   EXPECT_EQ(result.status, 1);  // three arrays are no volume
   EXPECT_TRUE(has(result, "neither fastMRI, ISMRMRD nor MINC2")) << result.text;
   {

@@ -5,6 +5,7 @@
 #include <functional>
 #include <optional>
 
+#include "core/expect_error.h"
 #include "ops/attention_cases.h"
 #include "torus/autograd/gradcheck.h"
 #include "torus/core/memory.h"
@@ -21,15 +22,6 @@ class CudaAttention : public testing::Test {
     if (!cuda_available()) GTEST_SKIP() << "no CUDA device";
   }
 };
-
-std::string message_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 // Results and gradients of leaves q, k, v and biases, on the host.
 struct Outcome {

@@ -9,6 +9,7 @@
 #include <numeric>
 #include <set>
 
+#include "core/expect_error.h"
 #include "ops/attention_cases.h"
 #include "ops/measure.h"
 #include "torus/autograd/gradcheck.h"
@@ -25,15 +26,6 @@ using detail::MaskMap;
 using detail::MaskShape;
 using detail::Side;
 using detail::Visit;
-
-std::string message_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
 
 // Every pair that the predicate allows is visited once on each side, and no other; needed and visited are
 // counted.
