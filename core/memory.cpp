@@ -13,14 +13,6 @@
 
 namespace torus {
 
-const char* name(DeviceKind kind) { return kind == DeviceKind::cpu ? "cpu" : "cuda"; }
-
-std::ostream& operator<<(std::ostream& out, Device device) {
-  out << name(device.kind);
-  if (device.kind != DeviceKind::cpu) out << ':' << device.index;
-  return out;
-}
-
 namespace {
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -165,29 +157,7 @@ int cuda_device_count() {
 
 std::string device_name(Device device) { return driver(device).name(device.index); }
 
-double peak_flops(Device device, DType dtype) {
-  struct Chip {
-    const char* name;
-    double tera_16, tera_32, tera_64;  // 16-bit floats, f32 without TF32, f64, on matrix units where it has them
-  };
-  static constexpr Chip chips[] = {{"H200", 989.5, 67, 67},
-                                   {"H100 PCIe", 756, 51, 51},
-                                   {"H100", 989.5, 67, 67},
-                                   {"A100", 312, 19.5, 19.5}};
-  const std::string found = device_name(device);
-  for (const Chip& chip : chips)
-    if (found.find(chip.name) != std::string::npos)
-      return 1e12 * (dtype == f64 ? chip.tera_64 : dtype == f32 ? chip.tera_32 : chip.tera_16);
-  return 0;
-}
-
 void synchronize(Device device) { driver(device).synchronize(device.index); }
-
-namespace {
-std::atomic<bool> tf32{false};
-}
-void allow_tf32(bool on) { tf32 = on; }
-bool tf32_allowed() { return tf32; }
 
 MemoryStats memory_stats(Device device) {
   const auto cached = driver(device).cached_bytes(device.index);

@@ -1,17 +1,13 @@
 #include "torus/layers/captured_step.h"
 
-#include <algorithm>
-
 namespace torus {
 
 void CapturedStep::operator()() {
   constexpr int ordinary_runs = 2;  // the first makes what lasts: the state of the optimizer, maps, plans
   if (graph_) return graph_->launch();
-  if (device_.kind == DeviceKind::cpu) {
-    why_not_ = "the CPU runs steps as they are";
-    return step_();
-  }
-  if (runs_ == ordinary_runs && why_not_.empty()) {
+  if (device_.kind == DeviceKind::cpu && why_not_.empty()) why_not_ = "the CPU runs steps as they are";
+  if (!why_not_.empty()) return step_();
+  if (runs_ == ordinary_runs) {
     graph_ = capture(device_, bytes_, step_);
     return;
   }
@@ -23,7 +19,7 @@ void CapturedStep::operator()() {
   // Room for the gaps that blocks of other sizes leave.
   bytes_ = static_cast<size_t>(memory_stats(device_).peak_bytes - before);
   bytes_ += bytes_ / 50 + (size_t{8} << 20);
-  if (runs_ == ordinary_runs && !probe.found().empty() && why_not_.empty())
+  if (runs_ == ordinary_runs && !probe.found().empty())
     why_not_ = "the step waits for the device: " + probe.found();
 }
 
