@@ -126,6 +126,8 @@ const char* name(Backend backend) {
       return "cuda_simt";
     case Backend::cuda_mma:
       return "cuda_mma";
+    case Backend::hopper:
+      return "hopper";
   }
   return "unknown";
 }

@@ -16,7 +16,7 @@ namespace torus {
 /// the problem.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wshadow"  // GCC takes Backend::cpu for a shadow of torus::cpu
-enum class Backend { automatic, reference, cpu, cuda_simt, cuda_mma };
+enum class Backend { automatic, reference, cpu, cuda_simt, cuda_mma, hopper };
 #pragma GCC diagnostic pop
 const char* name(Backend backend);
 

@@ -32,41 +32,7 @@ void to_fragment(const Atom& atom, uint32_t* words) {
   }
 }
 
-// Arrays one after another in device memory, made up on the host. One without memory only measures.
-class Block {
- public:
-  Block() = default;
-  Block(std::byte* device, size_t bytes) : device_(device), host_(bytes) {}
-
-  template <class T>
-  struct Place {
-    T* host;  // null while measuring
-    const T* device;
-  };
-  template <class T>
-  Place<T> reserve(size_t count) {
-    constexpr size_t alignment = 128;  // packs of any type may be read from each array
-    const size_t first = bytes_;
-    bytes_ += (count * sizeof(T) + alignment - 1) / alignment * alignment;
-    return {host_.empty() ? nullptr : reinterpret_cast<T*>(host_.data() + first),
-            reinterpret_cast<const T*>(device_ + first)};
-  }
-  template <class T>
-  const T* add(const std::vector<T>& values) {
-    const Place<T> place = reserve<T>(values.size());
-    if (place.host && !values.empty()) std::memcpy(place.host, values.data(), values.size() * sizeof(T));
-    return place.device;
-  }
-  size_t bytes() const { return bytes_; }
-  const std::byte* host() const { return host_.data(); }
-
- private:
-  std::byte* device_ = nullptr;
-  std::vector<std::byte> host_;
-  size_t bytes_ = 0;
-};
-
-SideView add_side(Block& block, const SideMap& side, int64_t owners, int64_t others) {
+SideView add_side(DeviceBlock& block, const SideMap& side, int64_t owners, int64_t others) {
   SideView view{};
   view.tiles = side.tiles, view.owners = owners, view.others = others;
   view.first_visit = block.add(side.first_visit);
@@ -81,32 +47,27 @@ SideView add_side(Block& block, const SideMap& side, int64_t owners, int64_t oth
   return view;
 }
 
-MapView add_map(Block& block, const MaskMap& map, int64_t queries, int64_t keys) {
+MapView add_map(DeviceBlock& block, const MaskMap& map, int64_t queries, int64_t keys) {
   MapView view{};
   view.query = add_side(block, map.query, queries, keys);
   view.key = add_side(block, map.key, keys, queries);
   view.atoms = reinterpret_cast<const uint64_t*>(block.add(map.atoms));
-  const auto fragments = block.reserve<uint32_t>(map.atoms.size() * words_an_atom);
-  view.fragments = fragments.device;
-  if (fragments.host)
-    parallel_for(0, static_cast<int64_t>(map.atoms.size()), 16, [&](int64_t from, int64_t to) {
-      for (auto i = static_cast<size_t>(from); i < static_cast<size_t>(to); ++i)
-        to_fragment(map.atoms[i], fragments.host + i * words_an_atom);
-    });
+  view.fragments = add_fragments(block, map.atoms);
   return view;
 }
 
 // The maps of all batches and heads, then the table of them.
-const MapView* add_all(Block& block, const std::vector<std::shared_ptr<const MaskMap>>& maps, int64_t queries,
-                       int64_t keys) {
+const MapView* add_all(DeviceBlock& block, const std::vector<std::shared_ptr<const MaskMap>>& maps,
+                       int64_t queries, int64_t keys) {
   std::vector<MapView> views;
   for (const auto& map : maps) views.push_back(add_map(block, *map, queries, keys));
   return block.add(views);
 }
 
 bool gathers(const SideMap& side) {
-  return std::any_of(side.visits.begin(), side.visits.end(),
-                     [](const Visit& visit) { return visit.kind == Visit::Kind::gather; });
+  return !side.order.linear() || std::any_of(side.visits.begin(), side.visits.end(), [](const Visit& visit) {
+    return visit.kind == Visit::Kind::gather;
+  });
 }
 
 // The maps of a problem, and the memory that they lie in.
@@ -132,17 +93,34 @@ std::shared_ptr<const DeviceMaps> build(const torus::detail::AttentionProblem& p
       table.key_tiles = std::max(table.key_tiles, map.key.tiles);
       table.gathers = table.gathers || gathers(map.query) || gathers(map.key);
     }
-  Block measured;
-  add_all(measured, maps, problem.queries(), problem.keys());
-  made->memory = Tensor::empty({static_cast<int64_t>(measured.bytes())}, u8, problem.q.device());
-  auto* const first = reinterpret_cast<std::byte*>(made->memory.mutable_data<uint8_t>());
-  Block block(first, measured.bytes());
-  table.views = add_all(block, maps, problem.queries(), problem.keys());
-  copy_from_host(first, block.host(), block.bytes(), problem.q.device());
+  made->memory = DeviceBlock::fill(problem.q.device(), [&](DeviceBlock& block) {
+    table.views = add_all(block, maps, problem.queries(), problem.keys());
+  });
   return made;
 }
 
 }  // namespace
+
+Tensor DeviceBlock::fill(Device device, const std::function<void(DeviceBlock&)>& add) {
+  DeviceBlock measured;
+  add(measured);
+  Tensor memory = Tensor::empty({static_cast<int64_t>(measured.bytes_)}, u8, device);
+  auto* const first = reinterpret_cast<std::byte*>(memory.mutable_data<uint8_t>());
+  DeviceBlock block(first, measured.bytes_);
+  add(block);
+  copy_from_host(first, block.host_.data(), block.bytes_, device);
+  return memory;
+}
+
+const uint32_t* add_fragments(DeviceBlock& block, const std::vector<Atom>& atoms) {
+  const auto fragments = block.reserve<uint32_t>(atoms.size() * words_an_atom);
+  if (fragments.host)
+    parallel_for(0, static_cast<int64_t>(atoms.size()), 16, [&](int64_t from, int64_t to) {
+      for (auto i = static_cast<size_t>(from); i < static_cast<size_t>(to); ++i)
+        to_fragment(atoms[i], fragments.host + i * words_an_atom);
+    });
+  return fragments.device;
+}
 
 MapTable map_table(const torus::detail::AttentionProblem& problem) {
   const MaskRule& rule = problem.mask.rule();

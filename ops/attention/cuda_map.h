@@ -1,6 +1,10 @@
 // The map of a mask in device memory. For kernels; not installed.
 #pragma once
 
+#include <cstring>
+#include <functional>
+#include <vector>
+
 #include "torus/core/cuda.h"
 #include "torus/ops/attention/backend.h"
 #include "torus/ops/attention/map.h"
@@ -35,13 +39,50 @@ struct MapTable {
   const MapView* views;
   int64_t batch_step, head_step;
   int64_t query_tiles, key_tiles;  // the most of any map
-  bool gathers;                    // any map gathers
+  bool gathers;                    // any map gathers, or has an order of its own
   __device__ const MapView& of(int64_t b, int64_t h) const { return views[b * batch_step + h * head_step]; }
 };
 
 /// The map of a problem on its device: built and copied once, and kept with the mask. What a captured graph
 /// uses stays alive with the graph.
 MapTable map_table(const torus::detail::AttentionProblem& problem);
+
+/// Arrays one after another in device memory, made up on the host and copied at once.
+class DeviceBlock {
+ public:
+  /// The memory of what `add` adds: it is called twice, first only to measure.
+  static Tensor fill(Device device, const std::function<void(DeviceBlock&)>& add);
+
+  template <class T>
+  struct Place {
+    T* host;  // null while measuring
+    const T* device;
+  };
+  template <class T>
+  Place<T> reserve(size_t count) {
+    constexpr size_t alignment = 128;  // packs of any type may be read from each array
+    const size_t first = bytes_;
+    bytes_ += (count * sizeof(T) + alignment - 1) / alignment * alignment;
+    return {host_.empty() ? nullptr : reinterpret_cast<T*>(host_.data() + first),
+            reinterpret_cast<const T*>(device_ + first)};
+  }
+  template <class T>
+  const T* add(const std::vector<T>& values) {
+    const Place<T> place = reserve<T>(values.size());
+    if (place.host && !values.empty()) std::memcpy(place.host, values.data(), values.size() * sizeof(T));
+    return place.device;
+  }
+
+ private:
+  DeviceBlock() = default;
+  DeviceBlock(std::byte* device, size_t bytes) : device_(device), host_(bytes) {}
+  std::byte* device_ = nullptr;
+  std::vector<std::byte> host_;
+  size_t bytes_ = 0;
+};
+
+/// The words of atoms in the order of accumulators: see MapView::fragments.
+const uint32_t* add_fragments(DeviceBlock& block, const std::vector<torus::detail::Atom>& atoms);
 
 /// Fills those gradients of biases that are wanted: what a backend whose kernels do not make them calls last.
 /// Any dtype, kind and broadcast, in ordinary arithmetic; the same bits each time.

@@ -549,6 +549,17 @@ __device__ inline void finish_scores(float (&s)[8][4], uint32_t (&slope)[8][2], 
 void run_forward(const AttentionProblem& problem, Tensor& out, Tensor& lse);
 void run_backward(const AttentionProblem& problem, torus::detail::AttentionGradients& gradients);
 
+/// What backward needs of each query row: lse in units of log 2 (infinity where there is no key, so that
+/// weights are 0), delta = rowsum(dO * O) - dLSE, and the word of its dropout.
+struct RowNumbers {
+  float *lse, *delta;
+  uint32_t* word;  // null: no dropout
+};
+/// Computes them; matrix m (of all batches and heads) has `padded` rows, those beyond the queries as without
+/// a key.
+void prepare_rows(const AttentionProblem& problem, const torus::detail::AttentionGradients& gradients,
+                  const Tensor& d_out, int64_t padded, RowNumbers rows, Replayed<uint64_t> position);
+
 /// A tensor for kernels. Its last stride is 1.
 Operand operand(const Tensor& x);
 /// Whether every row starts at a multiple of 16 bytes.

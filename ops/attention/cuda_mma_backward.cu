@@ -16,18 +16,11 @@ constexpr float log2_e = 1.44269504088896341f;
 
 // ------------------------------------------------------------------------------------------ numbers a row
 
-// What backward needs of each query row: lse in units of log 2 (infinity where there is no key, so that
-// weights are 0), delta = rowsum(dO * O) - dLSE, and the word of its dropout.
-struct RowNumbers {
-  float *lse, *delta;
-  uint32_t* word;  // null: no dropout
-};
-
 struct RowArguments {
   Operand out, d_out;
   const float *lse, *d_lse;  // d_lse: null if there is none
   int64_t d_lse_step[3];
-  int64_t rows, heads, queries;  // rows: of all matrices
+  int64_t rows, heads, queries, padded;  // rows: of all matrices, `padded` each
   int value_width;
   bool packs;
   AttentionDropout dropout;
@@ -36,14 +29,16 @@ struct RowArguments {
 
 // Eight lanes a row.
 template <class T>
-__global__ void __launch_bounds__(256) prepare_rows(const __grid_constant__ RowArguments a, RowNumbers to) {
+__global__ void __launch_bounds__(256) compute_rows(const __grid_constant__ RowArguments a, RowNumbers to) {
   const int part = static_cast<int>(threadIdx.x) % 8;
   const int64_t step = int64_t{gridDim.x} * 32;
   for (int64_t first = int64_t{blockIdx.x} * 32; first < a.rows; first += step) {
     const int64_t row = first + threadIdx.x / 8;
     if (row - row % 4 >= a.rows) continue;  // whole warps go on
-    const int64_t valid = min(row, a.rows - 1), matrix = valid / a.queries, query = valid % a.queries;
+    const int64_t valid = min(row, a.rows - 1), matrix = valid / a.padded;
     const int64_t b = matrix / a.heads, h = matrix % a.heads;
+    const bool there = valid % a.padded < a.queries;
+    const int64_t query = there ? valid % a.padded : 0;
     const T* const out = a.out.of<const T>(b, h) + query * a.out.row;
     const T* const d_out = a.d_out.of<const T>(b, h) + query * a.d_out.row;
     float sum = 0;
@@ -61,8 +56,9 @@ __global__ void __launch_bounds__(256) prepare_rows(const __grid_constant__ RowA
     for (int lanes = 4; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
     if (part != 0 || row >= a.rows) continue;
     if (a.d_lse) sum -= a.d_lse[b * a.d_lse_step[0] + h * a.d_lse_step[1] + query * a.d_lse_step[2]];
-    const bool no_key = a.lse[row] == -infinity;
-    to.lse[row] = no_key ? infinity : a.lse[row] * log2_e;
+    const float lse = there ? a.lse[matrix * a.queries + query] : -infinity;
+    const bool no_key = lse == -infinity;
+    to.lse[row] = no_key ? infinity : lse * log2_e;
     to.delta[row] = no_key ? 0 : sum;
     if (to.word)
       to.word[row] =
@@ -437,6 +433,31 @@ size_t shared_memory(int padded_width) {
                                : backward_memory<256>;
 }
 
+void prepare_rows(const AttentionProblem& p, const torus::detail::AttentionGradients& g, const Tensor& d_out,
+                  int64_t padded, RowNumbers rows, Replayed<uint64_t> position) {
+  RowArguments a{operand(g.out),
+                 operand(d_out),
+                 g.lse.data<float>(),
+                 nullptr,
+                 {},
+                 p.batch() * p.heads() * padded,
+                 p.heads(),
+                 p.queries(),
+                 padded,
+                 static_cast<int>(p.value_width()),
+                 packs(g.out) && packs(d_out),
+                 p.dropout,
+                 position};
+  if (g.d_lse.defined()) {
+    a.d_lse = g.d_lse.data<float>();
+    for (int axis = 0; axis < 3; ++axis) a.d_lse_step[axis] = g.d_lse.strides()[axis];
+  }
+  dispatch_16_bit(p.q.dtype(), [&](auto zero) {
+    compute_rows<decltype(zero)><<<blocks_for(a.rows, 32), 256, 0, stream_of(p.q)>>>(a, rows);
+  });
+  check_launch("attention.backward");
+}
+
 void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& g) {
   if (p.batch() * p.heads() * p.queries() * p.keys() == 0) {
     for (Tensor* x : {&g.dq, &g.dk, &g.dv})
@@ -478,22 +499,7 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
       row_lse.mutable_data<float>(), row_delta.mutable_data<float>(),
       row_word.defined() ? reinterpret_cast<uint32_t*>(row_word.mutable_data<int32_t>()) : nullptr};
 
-  RowArguments of_rows{operand(g.out),
-                       operand(d_out),
-                       g.lse.data<float>(),
-                       nullptr,
-                       {},
-                       g.lse.numel(),
-                       p.heads(),
-                       p.queries(),
-                       static_cast<int>(p.value_width()),
-                       packs(g.out) && packs(d_out),
-                       p.dropout,
-                       scores.arguments.position};
-  if (g.d_lse.defined()) {
-    of_rows.d_lse = g.d_lse.data<float>();
-    for (int axis = 0; axis < 3; ++axis) of_rows.d_lse_step[axis] = g.d_lse.strides()[axis];
-  }
+  prepare_rows(p, g, d_out, p.queries(), rows, scores.arguments.position);
 
   const auto result = [](Tensor& x) { return x.defined() ? operand(x) : Operand{}; };
   const auto arguments = [&](Side side) {
@@ -527,8 +533,6 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
   };
   dispatch_16_bit(p.q.dtype(), [&](auto zero) {
     using T = decltype(zero);
-    prepare_rows<T><<<blocks_for(of_rows.rows, 32), 256, 0, stream>>>(of_rows, rows);
-    check_launch("attention.backward");
     dispatch_width(padded_width(p), [&](auto width) {
       constexpr int w = decltype(width)::value;
       if constexpr (w <= 128) {

@@ -1,5 +1,6 @@
-// cuda_mma by the rule for 16 bits: against f64, no more than 1.5 times the error of the composed computation
-// in the same precision, for the output and each gradient, with random output gradients of full size.
+// cuda_mma and hopper by the rule for 16 bits: against f64, no more than 1.5 times the error of the composed
+// computation in the same precision, for the output and each gradient, with random output gradients of full
+// size.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -14,12 +15,24 @@
 namespace torus {
 namespace {
 
-class CudaMma : public testing::Test {
+class CudaMma : public testing::TestWithParam<Backend> {
  protected:
   void SetUp() override {
     if (!cuda_available()) GTEST_SKIP() << "no CUDA device";
+    if (GetParam() == Backend::hopper && !has_hopper()) GTEST_SKIP() << "no device of sm_90";
+  }
+  static bool has_hopper() {
+    const Variable x(Tensor::zeros({1, 1, 1, 8}, f16, cuda));
+    try {
+      attention(x, x, x, {.backend = Backend::hopper});
+    } catch (const Error&) {
+      return false;
+    }
+    return true;
   }
 };
+INSTANTIATE_TEST_SUITE_P(Backends, CudaMma, testing::Values(Backend::cuda_mma, Backend::hopper),
+                         [](const auto& backend) { return std::string(name(backend.param)); });
 
 enum class Layout { heads_first, tokens_first, unaligned };
 
@@ -91,13 +104,23 @@ Results run(const Case& c, const Operands& o, DType dtype, Device device, Backen
   return r;
 }
 
+// What hopper leaves to others.
+bool hopper_runs(const Case& c) {
+  return c.scale.value_or(1) > 1e-30 && c.softcap == 0 && c.dropout == 0 && !c.biases && c.width % 8 == 0 &&
+         c.value_width % 8 == 0 && c.layout != Layout::unaligned;
+}
+
 void check_case(const Case& c, DType dtype) {
   SCOPED_TRACE(c.name + " in " + name(dtype));
+  const Backend backend = CudaMma::GetParam();
+  if (backend == Backend::hopper && !hopper_runs(c)) {
+    EXPECT_THROW(run(c, random_operands(c, dtype), dtype, cuda, backend), Error);
+    return;
+  }
   const Operands o = random_operands(c, dtype);
   const Results exact = run(c, o, f64, cpu, Backend::reference),
                 composed = run(c, o, dtype, cpu, Backend::reference);
-  const Results fused = run(c, o, dtype, cuda, Backend::cuda_mma),
-                again = run(c, o, dtype, cuda, Backend::cuda_mma);
+  const Results fused = run(c, o, dtype, cuda, backend), again = run(c, o, dtype, cuda, backend);
   const double scale =
       std::abs(c.scale.value_or(1 / std::sqrt(static_cast<double>(std::max<int64_t>(c.width, 1)))));
   // Where a gradient is truly zero, what is left is the noise of sums in f32.
@@ -134,7 +157,7 @@ void check_both(const Case& c) {
   check_case(c, bf16);
 }
 
-TEST_F(CudaMma, Lengths) {
+TEST_P(CudaMma, Lengths) {
   for (int64_t n : {1, 63, 64, 65, 127, 129})
     check_both({.name = std::to_string(n), .queries = n, .keys = n});
   check_both({.name = "1000 causal", .queries = 1000, .keys = 1000, .mask = causal()});
@@ -143,7 +166,7 @@ TEST_F(CudaMma, Lengths) {
   check_both({.name = "200 x 77", .queries = 200, .keys = 77});
 }
 
-TEST_F(CudaMma, Widths) {
+TEST_P(CudaMma, Widths) {
   for (int64_t d : {1, 8, 16, 33, 40, 64, 72, 80, 96, 128, 160, 256})
     check_both({.name = "D " + std::to_string(d), .width = d, .value_width = d, .mask = causal()});
   check_both({.name = "D 64, Dv 128", .width = 64, .value_width = 128});
@@ -152,14 +175,14 @@ TEST_F(CudaMma, Widths) {
   check_both({.name = "D 5, Dv 200", .width = 5, .value_width = 200});
 }
 
-TEST_F(CudaMma, Layouts) {
+TEST_P(CudaMma, Layouts) {
   for (Layout layout : {Layout::tokens_first, Layout::unaligned})
     for (int64_t d : {64, 72, 130})
       check_both({.name = "D " + std::to_string(d), .width = d, .value_width = d, .layout = layout});
 }
 
 // Enough matrices that two tiles of queries share a block of threads.
-TEST_F(CudaMma, PairsOfTiles) {
+TEST_P(CudaMma, PairsOfTiles) {
   const auto make = [](const char* name, const Mask& mask, int64_t queries = 320, int64_t width = 64) {
     return Case{.name = name,
                 .batch = 4,
@@ -182,7 +205,7 @@ TEST_F(CudaMma, PairsOfTiles) {
       bf16);
 }
 
-TEST_F(CudaMma, Masks) {
+TEST_P(CudaMma, Masks) {
   const auto make = [](const char* name, const Mask& mask, int64_t queries = 200, int64_t keys = 200) {
     return Case{.name = name,
                 .batch = 2,
@@ -212,7 +235,7 @@ TEST_F(CudaMma, Masks) {
   check_both(make("not", !sliding_window(20, 20)));
 }
 
-TEST_F(CudaMma, Neighborhoods) {
+TEST_P(CudaMma, Neighborhoods) {
   const auto make = [](const std::string& name, std::vector<int64_t> grid, std::vector<int64_t> window,
                        std::vector<Boundary> boundary, std::vector<int64_t> dilation = {}) {
     int64_t n = 1;
@@ -249,7 +272,7 @@ TEST_F(CudaMma, Neighborhoods) {
   check_both(lambda);
 }
 
-TEST_F(CudaMma, GroupedHeads) {
+TEST_P(CudaMma, GroupedHeads) {
   check_both({.name = "4 to 2", .batch = 2, .heads = 4, .kv_heads = 2, .mask = causal()});
   check_both({.name = "6 to 1", .heads = 6, .kv_heads = 1, .queries = 130, .keys = 70});
   check_both({.name = "a mask a head",
@@ -265,7 +288,7 @@ TEST_F(CudaMma, GroupedHeads) {
               .mask = neighborhood({.grid = {6, 6, 6}, .window = {3}, .boundary = {wrap}})});
 }
 
-TEST_F(CudaMma, Scales) {
+TEST_P(CudaMma, Scales) {
   check_both({.name = "negative", .mask = causal(), .scale = -0.3});
   check_both({.name = "zero", .mask = causal(), .scale = 0.0});
   check_both({.name = "large", .mask = causal(), .scale = 3.0});
@@ -273,7 +296,7 @@ TEST_F(CudaMma, Scales) {
   check_both({.name = "logits of 1e4", .size = 100});
 }
 
-TEST_F(CudaMma, SoftcapAndDropout) {
+TEST_P(CudaMma, SoftcapAndDropout) {
   check_both({.name = "softcap", .mask = causal(), .scale = 1.0, .softcap = 5});
   check_both({.name = "dropout", .queries = 150, .keys = 150, .mask = causal(), .dropout = 0.3});
   check_both({.name = "dropout of all", .dropout = 1.0});
@@ -293,7 +316,7 @@ Variable random_bias(const Shape& shape, DType dtype, Device device, bool differ
   return Variable(randn(shape, 0, 1, f64, g).to(bf16).to(f16).to(dtype).to(device), differentiable);
 }
 
-TEST_F(CudaMma, Biases) {
+TEST_P(CudaMma, Biases) {
   const int64_t n = 120;  // a grid of 4 x 5 x 6
   const auto with = [&](const char* name, Biases biases) {
     return Case{
@@ -322,7 +345,7 @@ TEST_F(CudaMma, Biases) {
 }
 
 // Keys may add to dQ in any order.
-TEST_F(CudaMma, Unordered) {
+TEST_P(CudaMma, Unordered) {
   for (int64_t d : {64, 37, 128})
     check_both({.name = "D " + std::to_string(d),
                 .heads = 4,
@@ -339,7 +362,7 @@ TEST_F(CudaMma, Unordered) {
               .deterministic = false});
 }
 
-TEST_F(CudaMma, ManyMatrices) {
+TEST_P(CudaMma, ManyMatrices) {
   check_case({.name = "70000 heads",
               .batch = 350,
               .heads = 200,
@@ -351,12 +374,12 @@ TEST_F(CudaMma, ManyMatrices) {
              bf16);
 }
 
-TEST_F(CudaMma, NoTokens) {
+TEST_P(CudaMma, NoTokens) {
   for (const auto& [queries, keys] : {std::pair<int64_t, int64_t>{0, 5}, {5, 0}, {0, 0}}) {
     Tape tape;
     const auto make = [](int64_t n) { return Variable(Tensor::full({1, 2, n, 16}, 1, f16, cuda), true); };
     const Variable q = make(queries), k = make(keys), v = make(keys);
-    const auto [out, lse] = attention(q, k, v, {.backend = Backend::cuda_mma});
+    const auto [out, lse] = attention(q, k, v, {.backend = GetParam()});
     EXPECT_EQ(norm(out.value()), 0);
     for (double x : lse.value().to_vector<double>()) EXPECT_EQ(x, -std::numeric_limits<double>::infinity());
     tape.backward({out}, {Tensor::full(out.shape(), 1, f16, cuda)});
@@ -368,16 +391,16 @@ TEST_F(CudaMma, NoTokens) {
 }
 
 // One gradient alone takes other kernels than all together; the values must not change.
-TEST_F(CudaMma, EachGradientAlone) {
+TEST_P(CudaMma, EachGradientAlone) {
   for (int64_t width : {64, 256}) {
     const Case c{.name = "", .width = width, .value_width = width, .mask = causal()};
     const Operands o = random_operands(c, bf16);
-    const Results all = run(c, o, bf16, cuda, Backend::cuda_mma);
+    const Results all = run(c, o, bf16, cuda, GetParam());
     for (int wanted = 0; wanted < 3; ++wanted) {
       Tape tape;
       const Variable q(o.q.to(bf16).to(cuda), wanted == 0), k(o.k.to(bf16).to(cuda), wanted == 1),
           v(o.v.to(bf16).to(cuda), wanted == 2);
-      const auto [out, lse] = attention(q, k, v, {.mask = c.mask, .backend = Backend::cuda_mma});
+      const auto [out, lse] = attention(q, k, v, {.mask = c.mask, .backend = GetParam()});
       tape.backward({out, lse}, {o.d_out.to(bf16).to(cuda), o.d_lse.to(f32).to(cuda)});
       const Variable& x = wanted == 0 ? q : wanted == 1 ? k : v;
       const Tensor& expected = wanted == 0 ? all.dq : wanted == 1 ? all.dk : all.dv;

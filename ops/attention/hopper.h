@@ -1,0 +1,448 @@
+// Hopper's own instructions, thinly wrapped: tensor maps and bulk copies (TMA), barriers in shared memory,
+// and products of warp groups (wgmma). PTX ISA 8.0, sm_90a. For kernels; not installed.
+#pragma once
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+
+#include "torus/core/cuda.h"
+#include "torus/ops/attention/backend.h"
+#include "torus/ops/attention/cuda_map.h"
+
+namespace torus::gpu::hopper {
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+/// The same value in all lanes, which the compiler cannot know: products under a condition that lanes might
+/// differ on are run one by one.
+__device__ inline int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
+// ---------------------------------------------------------------------------------------------- barriers
+
+/// A barrier in shared memory: `arrivals` and the bytes that are expected complete a phase.
+struct Barrier {
+  uint64_t word;
+
+  __device__ void init(uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(arrivals));
+  }
+  __device__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(this)) : "memory");
+  }
+  __device__ void arrive_and_expect(uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
+                 "r"(bytes)
+                 : "memory");
+  }
+  /// Arrives once all cp.async that the thread issued before are done.
+  __device__ void arrive_after_copies() {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(this))
+                 : "memory");
+  }
+  /// Waits until the phase of this parity is complete; a fresh barrier is in phase 0.
+  __device__ void wait(uint32_t parity) {
+    asm volatile(
+        "{.reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra "
+        "again;}" ::"r"(shared_address(this)),
+        "r"(parity)
+        : "memory");
+  }
+};
+/// After barriers were made, by the thread that made them.
+__device__ inline void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+/// A barrier of the hardware among `threads`, without and with waiting. 0 is that of __syncthreads.
+__device__ inline void arrive_at(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ inline void sync_at(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+/// A place in a ring of `size` stages, and the parity of its barriers there.
+template <int size>
+struct Stage {
+  int index = 0;
+  uint32_t parity = 0;
+  __device__ void next() {
+    if (++index == size) index = 0, parity ^= 1;
+  }
+};
+
+// ------------------------------------------------------------------------------------------------ copies
+
+/// What ordinary stores wrote to shared memory becomes visible to bulk copies and products.
+__device__ inline void publish_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/// A box of a tensor [B, H, N, D], from (b, h, row, column) on; zeros beyond its ends.
+__device__ inline void copy_box(void* to, const CUtensorMap& map, int32_t column, int32_t row, int32_t h,
+                                int32_t b, Barrier& done) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+      "%6}], [%2];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(&done)), "r"(column), "r"(row), "r"(h), "r"(b)
+      : "memory");
+}
+/// A multiple of 16 bytes between multiples of 16 bytes.
+__device__ inline void copy_bulk(void* to, const void* from, uint32_t bytes, Barrier& done) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(&done))
+      : "memory");
+}
+/// Adds f32 of shared memory to global memory, and waits until shared memory has been read (or, with
+/// `everything`, until the sums are in global memory).
+__device__ inline void add_bulk(float* to, const void* from, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ inline void wait_for_bulk_reads() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ inline void wait_for_bulk() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+/// Copies 16 bytes to shared memory, or zeros where there is nothing to read, without waiting.
+__device__ inline void copy_16_async(uint32_t to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+
+/// Four 8 x 8 matrices of 16 bits: lanes 8 i ... 8 i + 7 give the addresses of the rows of matrix i.
+__device__ inline void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a),
+               "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+/// More registers for the warps of a warp group that multiply, fewer for those that copy.
+template <int registers>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+template <int registers>
+__device__ inline void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+// ---------------------------------------------------------------------------------------------- products
+
+/// Of an operand: whether rows in memory run along k or along m (or n).
+enum class Major { k, mn };
+
+/// Operands in shared memory are panels of 64 columns: rows of 128 bytes whose chunks of 16 are swizzled over
+/// 8 rows. `group`: bytes from 64 columns to the next 64 (of an operand whose rows run along m or n).
+__device__ inline uint64_t descriptor(const void* panel, uint32_t group = 16) {
+  return uint64_t{1} << 62 | uint64_t{1024 >> 4} << 32 | static_cast<uint64_t>(group >> 4) << 16 |
+         (shared_address(panel) & 0x3ffff) >> 4;
+}
+/// The same operand, `bytes` further.
+__device__ inline uint64_t further(uint64_t descriptor, uint32_t bytes) { return descriptor + (bytes >> 4); }
+
+/// Before products whose registers were written, and after a few of them.
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+/// Waits for all but the last `pending` groups of products.
+template <int pending>
+__device__ inline void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+/// Keeps the compiler from moving uses of an accumulator over a wait.
+template <int n>
+__device__ inline void hold(float (&d)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Accumulators: element 4 j + 2 h + c of a thread is row 16 (warp) + lane / 4 + 8 h, column 8 j + 2 (lane %
+// 4)
+// + c.
+
+/// d (+)= a b, of 64 x 64: both in shared memory.
+template <class T, Major a_major, Major b_major>
+__device__ inline void multiply(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {
+  if constexpr (std::is_same_v<T, __half>)
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %34, 0; "
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, "
+        "%25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, %35, %36;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
+          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
+          "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate), "n"(a_major == Major::k ? 0 : 1),
+          "n"(b_major == Major::k ? 0 : 1));
+  else
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %34, 0; "
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, "
+        "%7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, %35, %36;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
+          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
+          "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(accumulate), "n"(a_major == Major::k ? 0 : 1),
+          "n"(b_major == Major::k ? 0 : 1));
+}
+
+/// d (+)= a b, of 64 x 64: a in registers, as an accumulator packs into.
+template <class T, Major b_major>
+__device__ inline void multiply(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  if constexpr (std::is_same_v<T, __half>)
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %37, 0; "
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, "
+        "%25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
+          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
+          "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),
+          "n"(b_major == Major::k ? 0 : 1));
+  else
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %37, 0; "
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, "
+        "%7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
+          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
+          "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),
+          "n"(b_major == Major::k ? 0 : 1));
+}
+
+/// d (+)= a b, of 64 x 128: both in shared memory.
+template <class T, Major a_major, Major b_major>
+__device__ inline void multiply(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+  if constexpr (std::is_same_v<T, __half>)
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %66, 0; "
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, "
+        "%25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
+        "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "
+        "%59, %60, %61, %62, %63}, %64, %65, p, 1, 1, %67, %68;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
+          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
+          "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
+          "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),
+          "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
+          "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
+          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "l"(a), "l"(b), "r"(accumulate), "n"(a_major == Major::k ? 0 : 1),
+          "n"(b_major == Major::k ? 0 : 1));
+  else
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %66, 0; "
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, "
+        "%7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, "
+        "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, "
+        "%58, %59, %60, %61, %62, %63}, %64, %65, p, 1, 1, %67, %68;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
+          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
+          "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
+          "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),
+          "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
+          "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
+          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "l"(a), "l"(b), "r"(accumulate), "n"(a_major == Major::k ? 0 : 1),
+          "n"(b_major == Major::k ? 0 : 1));
+}
+
+/// d (+)= a b, of 64 x 128: a in registers, as an accumulator packs into.
+template <class T, Major b_major>
+__device__ inline void multiply(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  if constexpr (std::is_same_v<T, __half>)
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %69, 0; "
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, "
+        "%25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
+        "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "
+        "%59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
+          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
+          "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
+          "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),
+          "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
+          "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
+          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),
+          "n"(b_major == Major::k ? 0 : 1));
+  else
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %69, 0; "
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, "
+        "%7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, "
+        "%41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, "
+        "%58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, p, 1, 1, %70;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+          "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]),
+          "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]),
+          "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
+          "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]),
+          "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]),
+          "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
+          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),
+          "n"(b_major == Major::k ? 0 : 1));
+}
+
+// -------------------------------------------------------------------------------------------- map, tiles
+
+/// What kernels need of a grouped side of a map, in device memory: see GroupedSide.
+struct GroupedView {
+  const int32_t *tiles, *first, *entries, *lists, *last_visitor;
+  const uint32_t* fragments;  // atoms, as MapView::fragments
+  const int64_t *order_tokens, *order_first;
+};
+
+/// The sides of all batches and heads: that of (b, h) is views[b * batch_step + h * head_step].
+struct GroupedTable {
+  const GroupedView* views;
+  int64_t batch_step, head_step, groups;  // groups: the most of any
+  bool gathers, contiguous, uniform;
+  __device__ const GroupedView& of(int64_t b, int64_t h) const {
+    return views[b * batch_step + h * head_step];
+  }
+};
+
+/// One side of the maps of a problem on its device, `group` tiles of owners by `width` 64s of others; made
+/// once and kept with the mask.
+GroupedTable grouped_table(const torus::detail::AttentionProblem& problem, torus::detail::Side side,
+                           int group, int width);
+
+/// The tensor map of x [B, H, N, D]: boxes of 64 columns by `rows`.
+CUtensorMap tensor_map(const Tensor& x, int rows);
+
+/// A block that is visited, as the warps that copy it tell those that multiply.
+template <int tiles, int width>
+struct BlockNote {
+  int32_t ids[tiles][width];
+  int32_t first, count;  // others: `first` is a token, if they are not listed
+  int32_t last;          // whether it is the last block of a group
+  int32_t member;
+};
+
+/// Word of the bits of an accumulator (8 j + 2 (lane % 4) + c) whose column is below `count`.
+__device__ inline uint32_t columns_below(int count, int lane) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int left = count - 8 * j - lane % 4 * 2;
+    word |= (left > 1 ? 0xfu : left == 1 ? 0x5u : 0u) << 4 * j;
+  }
+  return word;
+}
+
+/// Two numbers as one word, `low` in the lower half.
+template <class T>
+__device__ inline uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 both = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(both);
+  } else {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(both);
+  }
+}
+
+__device__ inline float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+/// Over the four lanes that share rows of an accumulator.
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+/// One tensor [B, H, N, D] by strides in elements.
+struct Rows {
+  void* data;
+  int64_t batch, head, row;
+  template <class T>
+  __device__ T* of(int64_t b, int64_t h) const {
+    return static_cast<T*>(data) + b * batch + h * head;
+  }
+};
+Rows rows_of(const Tensor& x);
+
+/// Writes an accumulator's 64 x 64 * panels columns, times a factor a row: row i of the warp group goes to
+/// that of `token(i)`, or nowhere where that is negative. 16 bytes a lane: lanes of a quad first trade
+/// theirs.
+template <class T, int n, class Token>
+__device__ inline void store_rows(const float (&d)[n], const float (&factor)[2], T* head, int64_t stride,
+                                  int first_column, int columns, const Token& token) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  const int part = lane % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t to = token(16 * warp + lane / 4 + 8 * half);
+#pragma unroll
+    for (int j = 0; j < n / 4; j += 4) {
+      uint32_t word[4];  // of columns 8 (j + i) + 2 part
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        word[i] =
+            pack<T>(d[4 * (j + i) + 2 * half] * factor[half], d[4 * (j + i) + 2 * half + 1] * factor[half]);
+        // A transposition of 4 x 4 words over the quad: the lane gets all of columns 8 (j + part) and on.
+#pragma unroll
+      for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (!(i & step)) {
+            const bool upper = part & step;
+            const uint32_t given = upper ? word[i] : word[i + step];
+            const uint32_t got = __shfl_xor_sync(0xffffffffu, given, step);
+            if (upper)
+              word[i] = got;
+            else
+              word[i + step] = got;
+          }
+      const int column = first_column + 8 * (j + part);
+      if (to >= 0 && column < columns)
+        *reinterpret_cast<uint4*>(head + to * stride + column) =
+            make_uint4(word[0], word[1], word[2], word[3]);
+    }
+  }
+}
+
+// -------------------------------------------------------------------------------------- on the host
+
+std::string refusal(const torus::detail::AttentionProblem& problem);
+void run_forward(const torus::detail::AttentionProblem& problem, Tensor& out, Tensor& lse);
+void run_backward(const torus::detail::AttentionProblem& problem,
+                  torus::detail::AttentionGradients& gradients);
+
+}  // namespace torus::gpu::hopper

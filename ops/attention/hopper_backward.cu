@@ -1,0 +1,437 @@
+// Backward of attention on Hopper, after FlashAttention-3 (Shah et al., 2024). A block of threads owns 128
+// keys and goes through the queries that see them: one warp group copies, two own 64 keys each. Scores are
+// computed transposed, so that weights and their gradients feed the products for dV and dK from registers;
+// only the gradients of scores pass through shared memory, for dQ, which is summed in f32 in global memory.
+// Where order matters, blocks of threads add to dQ one after another, the last keys first.
+#include <limits>
+
+#include "torus/ops/attention/cuda_mma.h"
+#include "torus/ops/attention/grouped_map.h"
+#include "torus/ops/attention/hopper.h"
+
+namespace torus::gpu::hopper {
+
+using torus::detail::AttentionGradients;
+using torus::detail::AttentionProblem;
+using torus::detail::GroupedSide;
+using torus::detail::Side;
+
+namespace {
+
+constexpr float log2_e = 1.44269504088896341f;
+constexpr int consumers = 2, keys = 64 * consumers, threads = 128 * (consumers + 1), stages = 2;
+constexpr int slab = 64 * 64;  // what a warp group adds to dQ at once, in its accumulators' order
+
+template <int width>
+struct Shape {
+  static constexpr int halves = width == 64 ? 2 : 1;
+  static constexpr int queries = 64 * halves;
+  static constexpr int panels = width / 64;
+  static constexpr int key_bytes = keys * width * 2, query_bytes = queries * width * 2;
+  static constexpr int ds_bytes = keys * queries * 2;
+  static constexpr size_t memory =
+      size_t{1024} + 2 * key_bytes + 2 * stages * query_bytes + 2 * ds_bytes + consumers * slab * 4;
+};
+
+struct BackwardArguments {
+  CUtensorMap q, k, v, d_out;
+  Rows dk, dv;
+  float* dq_sum;             // [B H, blocks of queries, 2, slab]
+  const float *lse, *delta;  // [B H, padded queries]
+  int32_t *ticket, *turns;   // null: any order; turns: [B H, blocks of queries, 2]
+  int64_t heads, kv_heads, keys, padded_queries, query_blocks;
+  int width, value_width;
+  float scale;
+  GroupedTable maps;
+  mma::Schedule schedule;
+};
+
+// The part of shared memory that is not tiles.
+template <int width>
+struct Shared {
+  Barrier kv_full, q_full[stages], q_empty[stages], d_out_full[stages], d_out_empty[stages];
+  Barrier dq_full[consumers], dq_empty[consumers];
+  BlockNote<consumers, Shape<width>::halves> notes[stages];
+  int64_t dq_block[consumers];  // where the slab goes; -1: no more
+  int32_t dq_turn[consumers];
+  alignas(16) float lse[stages][Shape<width>::queries], delta[stages][Shape<width>::queries];
+  int32_t ticket;
+};
+
+template <class T, int width>
+__global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ BackwardArguments a) {
+  using S = Shape<width>;
+  constexpr int halves = S::halves, queries = S::queries;
+  extern __shared__ char raw_memory[];
+  char* const memory =
+      reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw_memory) + 1023) & ~uintptr_t{1023});
+  char* const k_tile = memory;  // panels of 128 keys
+  char* const v_tile = k_tile + S::key_bytes;
+  char* const q_blocks = v_tile + S::key_bytes;  // panels of `queries`
+  char* const d_out_blocks = q_blocks + stages * S::query_bytes;
+  char* const ds_blocks = d_out_blocks + stages * S::query_bytes;  // panels of 64 queries: a row a key
+  char* const dq_slabs = ds_blocks + 2 * S::ds_bytes;
+  __shared__ Shared<width> shared;
+  const int thread = static_cast<int>(threadIdx.x), role = uniform(thread / 128);  // 0 copies
+
+  if (thread == 0) {
+    shared.kv_full.init(1);
+    for (int i = 0; i < stages; ++i) {
+      shared.q_full[i].init(1), shared.q_empty[i].init(consumers);
+      shared.d_out_full[i].init(1), shared.d_out_empty[i].init(consumers);
+    }
+    for (int i = 0; i < consumers; ++i) shared.dq_full[i].init(128), shared.dq_empty[i].init(1);
+    publish_barriers();
+    if (a.ticket) shared.ticket = atomicAdd(a.ticket, 1);
+  }
+  __syncthreads();
+  int64_t group, matrix;
+  a.schedule.find(a.ticket ? shared.ticket : static_cast<int32_t>(blockIdx.x), group, matrix);
+  const int64_t b = matrix / a.kv_heads, kv_head = matrix % a.kv_heads;
+  const int64_t members = a.heads / a.kv_heads;
+
+  if (role == 0) {
+    give_registers<24>();
+    const int warp = thread / 32;
+    if (thread == 0) {
+      Stage<stages> stage;
+      shared.kv_full.arrive_and_expect(2 * S::key_bytes);
+      for (int panel = 0; panel < S::panels; ++panel) {
+        copy_box(k_tile + panel * keys * 128, a.k, panel * 64, static_cast<int32_t>(group) * keys,
+                 static_cast<int32_t>(kv_head), static_cast<int32_t>(b), shared.kv_full);
+        copy_box(v_tile + panel * keys * 128, a.v, panel * 64, static_cast<int32_t>(group) * keys,
+                 static_cast<int32_t>(kv_head), static_cast<int32_t>(b), shared.kv_full);
+      }
+      for (int64_t member = 0; member < members; ++member) {
+        const int64_t h = kv_head * members + member;
+        const GroupedView& map = a.maps.of(b, h);
+        const float* const lse = a.lse + (b * a.heads + h) * a.padded_queries;
+        const float* const delta = a.delta + (b * a.heads + h) * a.padded_queries;
+        constexpr int stride = 3 + consumers * halves;
+        const int32_t *entry = map.entries + int64_t{map.first[group]} * stride,
+                      *const end = map.entries + int64_t{map.first[group + 1]} * stride;
+        for (; entry != end; entry += stride)
+          for (int32_t n = 0; n < entry[1]; ++n) {
+            const int32_t first = entry[0] + n * queries;
+            const int at = stage.index;
+            shared.q_empty[at].wait(stage.parity ^ 1);
+            auto& note = shared.notes[at];
+#pragma unroll
+            for (int i = 0; i < consumers * halves; ++i) note.ids[i / halves][i % halves] = entry[3 + i];
+            note.first = first;
+            note.member = static_cast<int32_t>(member);
+            note.last = member == members - 1 && n == entry[1] - 1 && entry + stride == end;
+            shared.q_full[at].arrive_and_expect(S::query_bytes + queries * 4);
+#pragma unroll
+            for (int panel = 0; panel < S::panels; ++panel)
+              copy_box(q_blocks + at * S::query_bytes + panel * queries * 128, a.q, panel * 64, first,
+                       static_cast<int32_t>(h), static_cast<int32_t>(b), shared.q_full[at]);
+            copy_bulk(shared.lse[at], lse + first, queries * 4, shared.q_full[at]);
+            shared.d_out_empty[at].wait(stage.parity ^ 1);
+            shared.d_out_full[at].arrive_and_expect(S::query_bytes + queries * 4);
+#pragma unroll
+            for (int panel = 0; panel < S::panels; ++panel)
+              copy_box(d_out_blocks + at * S::query_bytes + panel * queries * 128, a.d_out, panel * 64, first,
+                       static_cast<int32_t>(h), static_cast<int32_t>(b), shared.d_out_full[at]);
+            copy_bulk(shared.delta[at], delta + first, queries * 4, shared.d_out_full[at]);
+            stage.next();
+          }
+      }
+    } else if (thread % 32 == 0 && warp <= consumers) {
+      // Adds what a warp group made of dQ.
+      const int of = warp - 1;
+      for (uint32_t parity = 0;; parity ^= 1) {
+        shared.dq_full[of].wait(parity);
+        const int64_t block = shared.dq_block[of];
+        if (block < 0) return;
+        const int32_t turn = shared.dq_turn[of];
+        const int64_t place = block * consumers + of;
+        if (a.turns) {
+          int32_t now;
+          do
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(a.turns + place) : "memory");
+          while (now != turn);
+        }
+        add_bulk(a.dq_sum + place * slab, dq_slabs + of * slab * 4, slab * 4);
+        if (a.turns) {
+          wait_for_bulk();
+          asm volatile("fence.proxy.async;" ::: "memory");
+          asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(a.turns + place) : "memory");
+        } else {
+          wait_for_bulk_reads();
+        }
+        shared.dq_empty[of].arrive();
+      }
+    }
+    return;
+  }
+
+  take_registers<240>();
+  const int me = role - 1, in_group = thread % 128, lane = thread % 32, warp = in_group / 32;
+  const bool speaks = in_group == 0;
+  const float to_log2 = a.scale * log2_e;
+  float dk[width / 2], dv[width / 2];
+#pragma unroll
+  for (int i = 0; i < width / 2; ++i) dk[i] = dv[i] = 0;
+  // Rows without a key see nothing.
+  const int64_t first_row = group * keys + 64 * me + 16 * warp + lane / 4;
+  const uint32_t own_rows =
+      (first_row < a.keys ? 0x33333333u : 0) | (first_row + 8 < a.keys ? 0xccccccccu : 0);
+  const bool ragged = (group + 1) * keys > a.keys;
+
+  shared.kv_full.wait(0);
+  Stage<stages> stage;
+  uint32_t dq_parity = 1;
+  int ds_stage = 0;
+  for (bool last = false; !last; stage.next()) {
+    const int at = stage.index;
+    shared.q_full[at].wait(stage.parity);
+    const auto& note = shared.notes[at];
+    last = uniform(note.last);
+    const int64_t h = kv_head * members + note.member;
+    const int64_t query_block = note.first / queries;
+    const GroupedView& map = a.maps.of(b, h);
+    bool visits = false, anyone = false, masked = ragged;
+    uint32_t allowed[halves];
+#pragma unroll
+    for (int i = 0; i < halves; ++i) {
+#pragma unroll
+      for (int w = 0; w < consumers; ++w) anyone |= note.ids[w][i] != GroupedSide::none;
+      const int32_t id = note.ids[me][i];
+      visits |= id != GroupedSide::none;
+      masked |= id != GroupedSide::full;
+      allowed[i] = own_rows & (id == GroupedSide::full ? ~0u
+                               : id < 0                ? 0u
+                                                       : map.fragments[int64_t{128} * id + in_group]);
+    }
+    visits = uniform(visits), anyone = uniform(anyone), masked = uniform(masked);
+    if (!anyone) {
+      shared.d_out_full[at].wait(stage.parity);
+      if (speaks) shared.q_empty[at].arrive(), shared.d_out_empty[at].arrive();
+      continue;
+    }
+    const char* const q_block = q_blocks + at * S::query_bytes;
+    const char* const d_out_block = d_out_blocks + at * S::query_bytes;
+    char* const ds_block = ds_blocks + ds_stage * S::ds_bytes;
+    uint32_t weights[queries / 16][4], ds[queries / 16][4];
+
+    {
+      float s[queries / 2], dp[queries / 2];
+      const auto transposed = [&](float(&c)[queries / 2], const char* own, const char* others) {
+        const uint64_t left = descriptor(own + me * 64 * 128), right = descriptor(others);
+#pragma unroll
+        for (int kk = 0; kk < width / 16; ++kk)
+          multiply<T, Major::k, Major::k>(c, further(left, kk / 4 * keys * 128 + kk % 4 * 32),
+                                          further(right, kk / 4 * queries * 128 + kk % 4 * 32), kk > 0);
+        end_products();
+      };
+      begin_products();
+      transposed(s, k_tile, q_block);
+      shared.d_out_full[at].wait(stage.parity);
+      begin_products();
+      transposed(dp, v_tile, d_out_block);
+      wait_for_products<1>();
+      hold(s);
+#pragma unroll
+      for (int j = 0; j < queries / 8; ++j) {
+        const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[at][8 * j + lane % 4 * 2]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          s[4 * j + e] = exp2_approx(fmaf(s[4 * j + e], to_log2, -(e % 2 ? lse.y : lse.x)));
+      }
+      if (masked)
+#pragma unroll
+        for (int i = 0; i < queries / 2; ++i)
+          if (!(allowed[i / 32] >> i % 32 & 1)) s[i] = 0;
+      wait_for_products<0>();
+      hold(dp);
+#pragma unroll
+      for (int j = 0; j < queries / 8; ++j) {
+        const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[at][8 * j + lane % 4 * 2]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          dp[4 * j + e] = s[4 * j + e] * (dp[4 * j + e] - (e % 2 ? delta.y : delta.x));
+      }
+      if (masked)  // what is not seen may be infinite
+#pragma unroll
+        for (int i = 0; i < queries / 2; ++i)
+          if (!(allowed[i / 32] >> i % 32 & 1)) dp[i] = 0;
+#pragma unroll
+      for (int kk = 0; kk < queries / 16; ++kk)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = 8 * kk + e / 2 * 4 + e % 2 * 2;
+          weights[kk][e] = pack<T>(s[i], s[i + 1]);
+          ds[kk][e] = pack<T>(dp[i], dp[i + 1]);
+        }
+    }
+    (void)visits;
+
+    const auto down = [&](float(&c)[width / 2], const uint32_t(&left)[queries / 16][4], const char* others) {
+      const uint64_t right = descriptor(others, queries * 128);
+#pragma unroll
+      for (int kk = 0; kk < queries / 16; ++kk)
+        multiply<T, Major::mn>(c, left[kk], further(right, kk * 2048), 1);
+      end_products();
+    };
+    begin_products();
+    down(dv, weights, d_out_block);
+    {
+      const int row = 64 * me + 16 * warp + lane % 16;
+      const uint32_t place = shared_address(ds_block) + row * 128;
+#pragma unroll
+      for (int kk = 0; kk < queries / 16; ++kk)
+        store_matrices(place + kk / 4 * keys * 128 + ((kk % 4 * 2 + lane / 16) ^ row % 8) * 16, ds[kk][0],
+                       ds[kk][1], ds[kk][2], ds[kk][3]);
+    }
+    publish_stores();
+    sync_at(1, 128 * consumers);  // both halves of the gradients of scores are there
+    float dq[32];
+    {
+      // 64 queries by 64 columns a warp group.
+      const uint64_t left = descriptor(ds_block + (halves == 2 ? me * keys * 128 : 0));
+      const uint64_t right = descriptor(k_tile + (halves == 2 ? 0 : me * keys * 128));
+      begin_products();
+#pragma unroll
+      for (int kk = 0; kk < keys / 16; ++kk)
+        multiply<T, Major::mn, Major::mn>(dq, further(left, kk * 2048), further(right, kk * 2048), kk > 0);
+      end_products();
+    }
+    begin_products();
+    down(dk, ds, q_block);
+    wait_for_products<1>();
+    hold(dq);
+    hold(dv);
+    if (speaks) shared.d_out_empty[at].arrive();
+    shared.dq_empty[me].wait(dq_parity);
+    dq_parity ^= 1;
+    float4* const to = reinterpret_cast<float4*>(dq_slabs + me * slab * 4) + in_group;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      to[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+    if (speaks) {
+      shared.dq_block[me] = (b * a.heads + h) * a.query_blocks + query_block;
+      shared.dq_turn[me] = a.turns ? map.last_visitor[query_block] - static_cast<int32_t>(group) : 0;
+    }
+    publish_stores();
+    shared.dq_full[me].arrive();
+    wait_for_products<0>();
+    hold(dk);
+    if (speaks) shared.q_empty[at].arrive();
+    ds_stage ^= 1;
+  }
+  shared.dq_empty[me].wait(dq_parity);
+  if (speaks) shared.dq_block[me] = -1;
+  shared.dq_full[me].arrive();
+
+  const auto token = [&](int row) -> int64_t {
+    const int64_t key = group * keys + 64 * me + row;
+    return key < a.keys ? key : -1;
+  };
+  const float scale[2] = {a.scale, a.scale}, one[2] = {1, 1};
+  store_rows<T>(dk, scale, a.dk.of<T>(b, kv_head), a.dk.row, 0, a.width, token);
+  store_rows<T>(dv, one, a.dv.of<T>(b, kv_head), a.dv.row, 0, a.value_width, token);
+}
+
+// dQ = scale * its sum: a block of 128 threads a slab.
+template <class T, int width>
+__global__ void __launch_bounds__(128)
+    finish_dq(const float* sum, Rows dq, int64_t heads, int64_t queries, int64_t query_blocks, int64_t count,
+              int columns, float scale) {
+  for (int64_t place = blockIdx.x; place < count; place += gridDim.x) {
+    const int64_t block = place / consumers % query_blocks, matrix = place / consumers / query_blocks;
+    const int part = static_cast<int>(place % consumers);
+    const float4* const from = reinterpret_cast<const float4*>(sum + place * slab) + threadIdx.x;
+    float d[32];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float4 four = from[128 * i];
+      d[4 * i] = four.x, d[4 * i + 1] = four.y, d[4 * i + 2] = four.z, d[4 * i + 3] = four.w;
+    }
+    const int64_t first = block * Shape<width>::queries + (width == 64 ? 64 * part : 0);
+    const auto token = [&](int row) -> int64_t { return first + row < queries ? first + row : -1; };
+    const float factor[2] = {scale, scale};
+    store_rows<T>(d, factor, dq.of<T>(matrix / heads, matrix % heads), dq.row, width == 64 ? 0 : 64 * part,
+                  columns, token);
+  }
+}
+
+template <class T, int width>
+void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_out, const GroupedTable& maps) {
+  using S = Shape<width>;
+  const Device device = p.q.device();
+  const cudaStream_t stream = stream_of(device);
+  const int64_t matrices = p.batch() * p.heads();
+  const int64_t blocks = (p.queries() + S::queries - 1) / S::queries, padded = blocks * S::queries;
+  Tensor lse = Tensor::empty({matrices, padded}, f32, device),
+         delta = Tensor::empty({matrices, padded}, f32, device);
+  mma::prepare_rows(p, g, d_out, padded, {lse.mutable_data<float>(), delta.mutable_data<float>(), nullptr},
+                    {});
+  Tensor sum = Tensor::zeros({matrices * blocks * consumers * slab}, f32, device);
+  Tensor turns = p.deterministic ? Tensor::zeros({matrices * blocks * consumers + 1}, i32, device) : Tensor();
+  int32_t* const ticket = p.deterministic ? turns.mutable_data<int32_t>() : nullptr;
+  const int64_t bytes = p.queries() * (p.width() + p.value_width()) * 2 * (p.heads() / p.kv_heads());
+  const BackwardArguments arguments{
+      tensor_map(p.q, S::queries),
+      tensor_map(p.k, keys),
+      tensor_map(p.v, keys),
+      tensor_map(d_out, S::queries),
+      rows_of(g.dk),
+      rows_of(g.dv),
+      sum.mutable_data<float>(),
+      lse.data<float>(),
+      delta.data<float>(),
+      ticket,
+      ticket ? ticket + 1 : nullptr,
+      p.heads(),
+      p.kv_heads(),
+      p.keys(),
+      padded,
+      blocks,
+      static_cast<int>(p.width()),
+      static_cast<int>(p.value_width()),
+      static_cast<float>(p.scale),
+      maps,
+      mma::Schedule(maps.groups, p.batch() * p.kv_heads(), bytes, p.deterministic)};
+  const auto kernel = backward<T, width>;
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), S::memory);
+  kernel<<<arguments.schedule.blocks(), threads, S::memory, stream>>>(arguments);
+  check_launch("attention.backward");
+  const int64_t slabs = matrices * blocks * consumers;
+  finish_dq<T, width><<<blocks_for(slabs, 1), 128, 0, stream>>>(sum.data<float>(), rows_of(g.dq), p.heads(),
+                                                                p.queries(), blocks, slabs,
+                                                                static_cast<int>(p.width()), arguments.scale);
+  check_launch("attention.backward");
+}
+
+}  // namespace
+
+void run_backward(const AttentionProblem& p, AttentionGradients& g) {
+  const int width = mma::padded_width(p);
+  if (p.batch() * p.heads() * p.queries() * p.keys() == 0 || width > 128) return mma::run_backward(p, g);
+  const GroupedTable maps = grouped_table(p, Side::key, consumers, width == 64 ? 2 : 1);
+  if (maps.gathers || (p.deterministic && !maps.contiguous)) return mma::run_backward(p, g);
+  // What is not wanted is made all the same: the others come from the same numbers.
+  const auto made = [](const Tensor& wanted, const Tensor& like) {
+    return wanted.defined() && mma::packs(wanted)
+               ? wanted
+               : torus::detail::empty_heads(like.size(0), like.size(1), like.size(2), like.size(3),
+                                            like.dtype(), like.device());
+  };
+  AttentionGradients all = g;
+  all.dq = made(g.dq, p.q), all.dk = made(g.dk, p.k), all.dv = made(g.dv, p.v);
+  Tensor d_out = g.d_out;
+  if (!d_out.defined() || !mma::packs(d_out)) {
+    d_out = torus::detail::empty_heads(p.batch(), p.heads(), p.queries(), p.value_width(), p.q.dtype(),
+                                       p.q.device());
+    g.d_out.defined() ? d_out.copy_(g.d_out) : d_out.fill_(0);
+  }
+  mma::dispatch_16_bit(p.q.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    width == 64 ? launch<T, 64>(p, all, d_out, maps) : launch<T, 128>(p, all, d_out, maps);
+  });
+  for (const auto& [wanted, result] : {std::pair{&g.dq, &all.dq}, {&g.dk, &all.dk}, {&g.dv, &all.dv}})
+    if (wanted->defined() && !mma::packs(*wanted)) wanted->copy_(*result);
+}
+
+}  // namespace torus::gpu::hopper

@@ -1,0 +1,507 @@
+// Forward of attention on Hopper, after FlashAttention-3 (Shah et al., 2024): one warp group copies keys and
+// values to shared memory, the others own 64 queries each. Their scores and weights stay in registers; the
+// softmax of one block overlaps with the products of the block before.
+#include <limits>
+
+#include "torus/ops/attention/cuda_mma.h"
+#include "torus/ops/attention/grouped_map.h"
+#include "torus/ops/attention/hopper.h"
+
+namespace torus::gpu::hopper {
+
+using torus::detail::AttentionProblem;
+using torus::detail::GroupedSide;
+using torus::detail::Side;
+
+namespace {
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+constexpr float log2_e = 1.44269504088896341f;
+
+struct ForwardArguments {
+  CUtensorMap q, k, v;
+  Rows q_rows, k_rows, v_rows, out;
+  float* lse;
+  int64_t heads, group, queries;  // group: query heads that share keys
+  int width, value_width;
+  float scale;
+  int32_t* taken;  // how many tiles were taken beyond the first of each block of threads; null: every n-th is
+                   // its own
+  GroupedTable maps;
+  mma::Schedule schedule;
+};
+
+// Queries a warp group: 64. `consumers` warp groups; keys at a time.
+template <int width, bool gathers>
+struct Shape {
+  static constexpr int consumers = width == 64 && !gathers ? 3 : 2;
+  static constexpr int halves = width == 256 ? 1 : 2;
+  static constexpr int keys = 64 * halves;
+  static constexpr int stages = !gathers || width == 256 ? 2 : width == 128 ? 3 : 4;
+  static constexpr int threads = 128 * (consumers + 1);
+  static constexpr int panels = width / 64;
+  static constexpr int q_bytes = 64 * width * 2, block_bytes = keys * width * 2;
+  static constexpr size_t memory = size_t{1024} + consumers * q_bytes + 2 * stages * block_bytes;
+};
+
+// The part of shared memory that is not tiles.
+template <class S>
+struct Shared {
+  Barrier q_full, q_empty, k_full[S::stages], k_empty[S::stages], v_full[S::stages], v_empty[S::stages];
+  BlockNote<S::consumers, S::halves> notes[S::stages];
+  int64_t index;  // what `Schedule` makes the tiles of; -1: no more
+};
+
+// The block that entry words begin, `n` blocks on.
+template <class S>
+__device__ inline void write_note(BlockNote<S::consumers, S::halves>& note, const int32_t* entry,
+                                  bool last_of_entry, bool last) {
+#pragma unroll
+  for (int i = 0; i < S::consumers * S::halves; ++i) note.ids[i / S::halves][i % S::halves] = entry[3 + i];
+  note.count = last_of_entry ? entry[2] : S::keys;
+  note.last = last;
+}
+
+// Copies boxes, by one thread.
+template <class S>
+__device__ inline void copy_tiles(const ForwardArguments& a, Shared<S>& shared, char* q_tiles, char* k_blocks,
+                                  char* v_blocks) {
+  constexpr int stride = 3 + S::consumers * S::halves;
+  Stage<S::stages> stage;
+  uint32_t q_parity = 1;  // nothing was read yet: the first waits pass
+  const int64_t total = a.schedule.tiles * a.schedule.matrices;
+  for (int64_t index = blockIdx.x, next;; index = next) {
+    shared.q_empty.wait(q_parity);
+    q_parity ^= 1;
+    shared.index = index < total ? index : -1;
+    if (index >= total) {
+      shared.q_full.arrive();
+      return;
+    }
+    next = a.taken ? int64_t{gridDim.x} + atomicAdd(a.taken, 1) : index + gridDim.x;
+    int64_t group, matrix;
+    a.schedule.find(index, group, matrix);
+    const auto b = static_cast<int32_t>(matrix / a.heads), h = static_cast<int32_t>(matrix % a.heads);
+    const auto kv_head = static_cast<int32_t>(h / a.group);
+    shared.q_full.arrive_and_expect(S::consumers * S::q_bytes);
+    for (int i = 0; i < S::consumers; ++i)
+      for (int panel = 0; panel < S::panels; ++panel)
+        copy_box(q_tiles + i * S::q_bytes + panel * 8192, a.q, panel * 64,
+                 static_cast<int32_t>(group * S::consumers + i) * 64, h, b, shared.q_full);
+    const GroupedView& map = a.maps.of(b, h);
+    const int32_t *entry = map.entries + int64_t{map.first[group]} * stride, *const end =
+                                                                                 map.entries +
+                                                                                 int64_t{
+                                                                                     map.first[group + 1]} *
+                                                                                     stride;
+    for (; entry != end; entry += stride) {
+      const int32_t blocks = entry[1];
+      for (int32_t n = 0; n < blocks; ++n) {
+        const int32_t first = entry[0] + n * S::keys;
+        const int at = stage.index;
+        shared.k_empty[at].wait(stage.parity ^ 1);
+        write_note<S>(shared.notes[at], entry, n == blocks - 1, n == blocks - 1 && entry + stride == end);
+        shared.k_full[at].arrive_and_expect(S::block_bytes);
+#pragma unroll
+        for (int panel = 0; panel < S::panels; ++panel)
+          copy_box(k_blocks + at * S::block_bytes + panel * S::keys * 128, a.k, panel * 64, first, kv_head, b,
+                   shared.k_full[at]);
+        shared.v_empty[at].wait(stage.parity ^ 1);
+        shared.v_full[at].arrive_and_expect(S::block_bytes);
+#pragma unroll
+        for (int panel = 0; panel < S::panels; ++panel)
+          copy_box(v_blocks + at * S::block_bytes + panel * S::keys * 128, a.v, panel * 64, first, kv_head, b,
+                   shared.v_full[at]);
+        stage.next();
+      }
+    }
+  }
+}
+
+// Rows of a tile by index, by a warp group of which each warp copies rows in a row. `token` is that of the
+// lane's own row of these, -1: zeros.
+template <class T, int width, int rows>
+__device__ inline void gather(char* to, const T* head, int64_t stride, int columns, int32_t token) {
+  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32, chunk = lane % 8;
+#pragma unroll 2
+  for (int i = lane / 8; i < rows / 4; i += 4) {  // eight lanes a row
+    const int32_t t = __shfl_sync(0xffffffffu, token, i);
+    const int row = thread / 32 * (rows / 4) + i;
+    const T* const from = head + int64_t{max(t, 0)} * stride + chunk * 8;
+    const uint32_t place = shared_address(to) + row * 128 + (chunk ^ row % 8) * 16;
+#pragma unroll
+    for (int panel = 0; panel < width / 64; ++panel) {
+      const bool there = t >= 0 && panel * 64 + chunk * 8 < columns;
+      copy_16_async(place + panel * rows * 128, there ? from + panel * 64 : head, there);
+    }
+  }
+}
+
+// Copies what is listed, by a warp group.
+template <class T, int width, class S>
+__device__ inline void gather_tiles(const ForwardArguments& a, Shared<S>& shared, char* q_tiles,
+                                    char* k_blocks, char* v_blocks) {
+  constexpr int stride = 3 + S::consumers * S::halves;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int row = warp * (S::keys / 4) + lane;  // the lane's own
+  Stage<S::stages> stage;
+  uint32_t q_parity = 1;
+  for (int64_t index = blockIdx.x; index < a.schedule.tiles * a.schedule.matrices; index += gridDim.x) {
+    int64_t group, matrix;
+    a.schedule.find(index, group, matrix);
+    const int64_t b = matrix / a.heads, h = matrix % a.heads, kv_head = h / a.group;
+    const GroupedView& map = a.maps.of(b, h);
+    const int32_t *entry = map.entries + int64_t{map.first[group]} * stride, *const end =
+                                                                                 map.entries +
+                                                                                 int64_t{
+                                                                                     map.first[group + 1]} *
+                                                                                     stride;
+    const auto token_of = [&](const int32_t* words, int32_t n) -> int32_t {
+      const int32_t count = n >= words[1] - 1 ? words[2] : S::keys;
+      if (lane >= S::keys / 4 || row >= count) return -1;
+      return words[1] == 0 ? map.lists[words[0] + row] : words[0] + n * S::keys + row;
+    };
+    int32_t token = token_of(entry, 0);
+    shared.q_empty.wait(q_parity);
+    q_parity ^= 1;
+#pragma unroll 1
+    for (int i = 0; i < S::consumers; ++i) {
+      const int64_t tile = map.tiles[group * S::consumers + i];
+      int32_t own = -1;
+      if (tile >= 0 && lane < 16) {
+        if (map.order_first) {
+          const int64_t place = map.order_first[tile] + warp * 16 + lane;
+          if (place < map.order_first[tile + 1]) own = static_cast<int32_t>(map.order_tokens[place]);
+        } else if (tile * 64 + warp * 16 + lane < a.queries) {
+          own = static_cast<int32_t>(tile * 64 + warp * 16 + lane);
+        }
+      }
+      gather<T, width, 64>(q_tiles + i * S::q_bytes, a.q_rows.of<const T>(b, h), a.q_rows.row, a.width, own);
+    }
+    shared.q_full.arrive_after_copies();
+    for (int32_t n = 0; entry != end;) {
+      const bool last_of_entry = n >= entry[1] - 1;
+      const int32_t* const later = last_of_entry ? entry + stride : entry;
+      const int32_t later_n = last_of_entry ? 0 : n + 1;
+      const int32_t later_token = later != end ? token_of(later, later_n) : -1;
+      const int at = stage.index;
+      shared.k_empty[at].wait(stage.parity ^ 1);
+      if (thread == 0) {
+        write_note<S>(shared.notes[at], entry, last_of_entry, later == end);
+        shared.k_full[at].arrive();
+      }
+      gather<T, width, S::keys>(k_blocks + at * S::block_bytes, a.k_rows.of<const T>(b, kv_head),
+                                a.k_rows.row, a.width, token);
+      shared.k_full[at].arrive_after_copies();
+      shared.v_empty[at].wait(stage.parity ^ 1);
+      gather<T, width, S::keys>(v_blocks + at * S::block_bytes, a.v_rows.of<const T>(b, kv_head),
+                                a.v_rows.row, a.value_width, token);
+      shared.v_full[at].arrive_after_copies();
+      stage.next();
+      entry = later, n = later_n, token = later_token;
+    }
+  }
+}
+
+template <class T, int width, bool gathers>
+__global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
+    forward(const __grid_constant__ ForwardArguments a) {
+  using S = Shape<width, gathers>;
+  constexpr int consumers = S::consumers, halves = S::halves, keys = S::keys, stages = S::stages;
+  extern __shared__ char raw_memory[];
+  char* const memory =
+      reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw_memory) + 1023) & ~uintptr_t{1023});
+  char* const q_tiles = memory;  // of a consumer, panels of 64 queries
+  char* const k_blocks = q_tiles + consumers * S::q_bytes;
+  char* const v_blocks = k_blocks + stages * S::block_bytes;
+  __shared__ Shared<S> shared;
+  const int thread = static_cast<int>(threadIdx.x), role = uniform(thread / 128);  // 0 copies
+
+  if (thread == 0) {
+    constexpr uint32_t copying = gathers ? 128 : 1;
+    shared.q_full.init(copying), shared.q_empty.init(consumers);
+    for (int i = 0; i < stages; ++i) {
+      shared.k_full[i].init(gathers ? copying + 1 : copying);  // + 1: the note is written
+      shared.v_full[i].init(copying);
+      shared.k_empty[i].init(consumers), shared.v_empty[i].init(consumers);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+
+  if (role == 0) {
+    give_registers<consumers == 3 ? 32 : gathers ? 40 : 24>();
+    if constexpr (gathers)
+      gather_tiles<T, width>(a, shared, q_tiles, k_blocks, v_blocks);
+    else if (thread == 0)
+      copy_tiles(a, shared, q_tiles, k_blocks, v_blocks);
+    return;
+  }
+
+  take_registers<consumers == 3 ? 160 : gathers ? 232 : 240>();
+  const int me = role - 1, in_group = thread % 128, lane = thread % 32;
+  const bool speaks = in_group == 0;
+  constexpr int out_parts = width == 256 ? 2 : 1, out_size = width == 64 ? 32 : 64;
+  const float to_log2 = a.scale * log2_e;
+  const float slack = 8 / to_log2;  // weights may grow to 2^8 before sums are rescaled
+  const uint64_t q_tile = descriptor(q_tiles + me * S::q_bytes);
+  Stage<stages> stage;
+  uint32_t q_parity = 0;
+  constexpr bool in_turn = width == 64 && !gathers;
+  if (in_turn && me == consumers - 1) arrive_at(1, 256);
+
+  for (int64_t index = blockIdx.x;; index += gridDim.x) {
+    if (gathers && index >= a.schedule.tiles * a.schedule.matrices) return;
+    shared.q_full.wait(q_parity);
+    q_parity ^= 1;
+    if constexpr (gathers)
+      publish_stores();
+    else if (index = shared.index; index < 0)
+      return;
+    int64_t group, matrix;
+    a.schedule.find(index, group, matrix);
+    const int64_t b = matrix / a.heads, h = matrix % a.heads;
+    const GroupedView& map = a.maps.of(b, h);
+
+    float s[keys / 2], out[out_parts][out_size];
+    uint32_t weights[keys / 16][4];
+    float top[2] = {-infinity, -infinity}, total[2] = {0, 0};
+    bool pending = false;   // whether there are weights that wait for their values
+    Stage<stages> v_stage;  // where these are
+
+    const auto products_of_scores = [&](int at) {
+      const uint64_t k_block = descriptor(k_blocks + at * S::block_bytes);
+#pragma unroll
+      for (int kk = 0; kk < width / 16; ++kk)
+        multiply<T, Major::k, Major::k>(s, further(q_tile, kk / 4 * 8192 + kk % 4 * 32),
+                                        further(k_block, kk / 4 * keys * 128 + kk % 4 * 32), kk > 0);
+    };
+    const auto products_of_values = [&](int at, bool accumulate) {
+#pragma unroll
+      for (int part = 0; part < out_parts; ++part) {
+        const uint64_t v_block =
+            descriptor(v_blocks + at * S::block_bytes + part * 2 * keys * 128, keys * 128);
+#pragma unroll
+        for (int kk = 0; kk < keys / 16; ++kk)
+          multiply<T, Major::mn>(out[part], weights[kk], further(v_block, kk * 2048), accumulate || kk > 0);
+      }
+    };
+    bool filled = false;  // whether `out` holds anything
+    const auto rescale = [&](const float(&factor)[2]) {
+#pragma unroll
+      for (int part = 0; part < out_parts; ++part)
+#pragma unroll
+        for (int i = 0; i < out_size; ++i) out[part][i] *= factor[i / 2 % 2];
+    };
+    // The weights that wait are used up.
+    const auto finish = [&] {
+      shared.v_full[v_stage.index].wait(v_stage.parity);
+      if constexpr (gathers) publish_stores();
+      begin_products();
+      products_of_values(v_stage.index, filled);
+      end_products();
+      wait_for_products<0>();
+#pragma unroll
+      for (int part = 0; part < out_parts; ++part) hold(out[part]);
+      if (speaks) shared.v_empty[v_stage.index].arrive();
+      filled = true, pending = false;
+    };
+    // Scores become weights; what there was must be multiplied by `factor`, if the result is true.
+    float factor[2];
+    const auto soften = [&](const uint32_t(&allowed)[halves], bool masked) {
+      if (masked)
+#pragma unroll
+        for (int i = 0; i < keys / 2; ++i)
+          if (!(allowed[i / 32] >> i % 32 & 1)) s[i] = -infinity;
+      bool grows = false;
+      float most[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float larger = s[2 * half];
+#pragma unroll
+        for (int j = 0; j < keys / 8; ++j)
+          larger = fmaxf(larger, fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
+        most[half] = quad_max(larger);
+        grows |= most[half] > top[half] + slack;
+      }
+      grows = __any_sync(0xffffffffu, grows);
+      factor[0] = factor[1] = 1;
+      if (grows)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float now = fmaxf(top[half], most[half]);
+          factor[half] = now == top[half] ? 1 : exp2_approx((top[half] - now) * to_log2);
+          top[half] = now;
+          total[half] *= factor[half];
+        }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float base = top[half] == -infinity ? 0 : top[half] * to_log2;
+#pragma unroll
+        for (int j = 0; j < keys / 8; ++j)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float& weight = s[4 * j + 2 * half + c];
+            weight = exp2_approx(fmaf(weight, to_log2, -base));
+            total[half] += weight;
+          }
+      }
+      return grows;
+    };
+    const auto pack_weights = [&] {
+#pragma unroll
+      for (int kk = 0; kk < keys / 16; ++kk)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          weights[kk][e] = pack<T>(s[8 * kk + e / 2 * 4 + e % 2 * 2], s[8 * kk + e / 2 * 4 + e % 2 * 2 + 1]);
+    };
+
+    for (bool last = false; !last; stage.next()) {
+      shared.k_full[stage.index].wait(stage.parity);
+      if constexpr (gathers) publish_stores();
+      const auto& note = shared.notes[stage.index];
+      last = uniform(note.last);
+      bool visits = false, masked = note.count < keys;
+      uint32_t allowed[halves];
+#pragma unroll
+      for (int i = 0; i < halves; ++i) {
+        const int32_t id = note.ids[me][i];
+        visits |= id != GroupedSide::none;
+        masked |= id != GroupedSide::full;
+        allowed[i] = id == GroupedSide::full ? ~0u
+                     : id < 0                ? 0u
+                                             : map.fragments[int64_t{128} * id + in_group];
+        if (note.count < 64 * (i + 1)) allowed[i] &= columns_below(note.count - 64 * i, lane);
+      }
+      visits = uniform(visits), masked = uniform(masked);
+      if (in_turn) sync_at(1 + me, 256);
+      if (!visits) {
+        if (in_turn) arrive_at(1 + (me + 1) % consumers, 256);
+        if (pending) finish();
+        shared.v_full[stage.index].wait(stage.parity);
+        if (speaks) {
+          shared.k_empty[stage.index].arrive();
+          shared.v_empty[stage.index].arrive();
+          if (last) shared.q_empty.arrive();
+        }
+        continue;
+      }
+      begin_products();
+      products_of_scores(stage.index);
+      end_products();
+      if (pending) {
+        shared.v_full[v_stage.index].wait(v_stage.parity);
+        if constexpr (gathers) publish_stores();
+        begin_products();
+        products_of_values(v_stage.index, filled);
+        end_products();
+        if (in_turn) arrive_at(1 + (me + 1) % consumers, 256);
+        wait_for_products<1>();
+        hold(s);
+        if (speaks) {
+          shared.k_empty[stage.index].arrive();
+          if (last) shared.q_empty.arrive();
+        }
+        const bool grows = soften(allowed, masked);
+        wait_for_products<0>();
+#pragma unroll
+        for (int part = 0; part < out_parts; ++part) hold(out[part]);
+        filled = true;
+        if (speaks) shared.v_empty[v_stage.index].arrive();
+        if (grows) rescale(factor);
+      } else {
+        if (in_turn) arrive_at(1 + (me + 1) % consumers, 256);
+        wait_for_products<0>();
+        hold(s);
+        if (speaks) {
+          shared.k_empty[stage.index].arrive();
+          if (last) shared.q_empty.arrive();
+        }
+        if (soften(allowed, masked) && filled) rescale(factor);
+      }
+      pack_weights();
+      pending = true;
+      v_stage = stage;
+    }
+    if (pending) finish();
+    if (!filled)
+#pragma unroll
+      for (int part = 0; part < out_parts; ++part)
+#pragma unroll
+        for (int i = 0; i < out_size; ++i) out[part][i] = 0;
+
+    const int64_t tile = map.tiles[group * consumers + me];
+    if (tile < 0) continue;
+    const auto token = [&](int row) -> int64_t {
+      if (!gathers || !map.order_first) return tile * 64 + row < a.queries ? tile * 64 + row : -1;
+      const int64_t place = map.order_first[tile] + row;
+      return place < map.order_first[tile + 1] ? map.order_tokens[place] : -1;
+    };
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(total[half]);
+      inverse[half] = sum == 0 ? 0 : 1 / sum;
+      const int64_t query = token(in_group / 32 * 16 + lane / 4 + 8 * half);
+      if (lane % 4 == 0 && query >= 0)
+        a.lse[matrix * a.queries + query] = sum == 0 ? -infinity : top[half] * a.scale + logf(sum);
+    }
+#pragma unroll
+    for (int part = 0; part < out_parts; ++part)
+      store_rows<T>(out[part], inverse, a.out.of<T>(b, h), a.out.row, part * 128, a.value_width, token);
+  }
+}
+
+template <class T, int width, bool gathers>
+void launch(const AttentionProblem& p, Tensor& out, Tensor& lse) {
+  using S = Shape<width, gathers>;
+  const GroupedTable maps = grouped_table(p, Side::query, S::consumers, S::halves);
+  const int64_t group = p.heads() / p.kv_heads(), bytes = p.keys() * (p.width() + p.value_width()) * 2;
+  ForwardArguments arguments{tensor_map(p.q, 64),
+                             tensor_map(p.k, S::keys),
+                             tensor_map(p.v, S::keys),
+                             rows_of(p.q),
+                             rows_of(p.k),
+                             rows_of(p.v),
+                             rows_of(out),
+                             lse.mutable_data<float>(),
+                             p.heads(),
+                             group,
+                             p.queries(),
+                             static_cast<int>(p.width()),
+                             static_cast<int>(p.value_width()),
+                             static_cast<float>(p.scale),
+                             nullptr,
+                             maps,
+                             mma::Schedule(maps.groups, p.batch() * p.heads(), bytes / group, true)};
+  Tensor taken;
+  if (!gathers && !maps.uniform) {
+    taken = Tensor::zeros({1}, i32, p.q.device());
+    arguments.taken = taken.mutable_data<int32_t>();
+  }
+  const auto kernel = forward<T, width, gathers>;
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), S::memory);
+  const int64_t blocks =
+      std::min<int64_t>(arguments.schedule.blocks(), properties(p.q.device()).multiProcessorCount);
+  kernel<<<static_cast<unsigned>(blocks), S::threads, S::memory, stream_of(p.q)>>>(arguments);
+  check_launch("attention.forward");
+}
+
+}  // namespace
+
+void run_forward(const AttentionProblem& p, Tensor& out, Tensor& lse) {
+  if (p.batch() * p.heads() * p.queries() * p.keys() == 0) return mma::run_forward(p, out, lse);
+  const bool gathers = map_table(p).gathers;
+  mma::dispatch_16_bit(p.q.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    mma::dispatch_width(mma::padded_width(p), [&](auto width) {
+      constexpr int w = decltype(width)::value;
+      if (gathers)
+        launch<T, w, true>(p, out, lse);
+      else
+        launch<T, w, false>(p, out, lse);
+    });
+  });
+}
+
+}  // namespace torus::gpu::hopper
