@@ -412,10 +412,13 @@ struct Schedule {
     return static_cast<unsigned>(tiles * matrices);
   }
   __device__ void find(int64_t index, int64_t& tile, int64_t& matrix) const {
-    const int64_t number = index / (tiles * section), rest = index % (tiles * section);
-    const int64_t size = min(section, matrices - number * section);
-    tile = last_first ? tiles - 1 - rest / size : rest / size;
-    matrix = number * section + rest % size;
+    // In 32 bits, see `blocks`: divisions of 64 take hundreds of cycles.
+    const auto place = static_cast<uint32_t>(index), each = static_cast<uint32_t>(tiles * section);
+    const uint32_t number = place / each, rest = place - number * each;
+    const auto size = static_cast<uint32_t>(min(section, matrices - number * section));
+    const uint32_t step = rest / size;
+    tile = last_first ? tiles - 1 - step : step;
+    matrix = number * section + (rest - step * size);
   }
 };
 

@@ -30,7 +30,7 @@ struct Shape {
   static constexpr int key_bytes = keys * width * 2, query_bytes = queries * width * 2;
   static constexpr int ds_bytes = keys * queries * 2;
   static constexpr size_t memory =
-      size_t{1024} + 2 * key_bytes + 2 * stages * query_bytes + 2 * ds_bytes + consumers * slab * 4;
+      2 * key_bytes + 2 * stages * query_bytes + 2 * ds_bytes + 2 * consumers * slab * 4;
 };
 
 struct BackwardArguments {
@@ -50,10 +50,10 @@ struct BackwardArguments {
 template <int width>
 struct Shared {
   Barrier kv_full, q_full[stages], q_empty[stages], d_out_full[stages], d_out_empty[stages];
-  Barrier dq_full[consumers], dq_empty[consumers];
+  Barrier dq_full[consumers][2], dq_empty[consumers][2];
   BlockNote<consumers, Shape<width>::halves> notes[stages];
-  int64_t dq_block[consumers];  // where the slab goes; -1: no more
-  int32_t dq_turn[consumers];
+  int64_t dq_block[consumers][2];  // where the slab goes; -1: no more
+  int32_t dq_turn[consumers][2];
   alignas(16) float lse[stages][Shape<width>::queries], delta[stages][Shape<width>::queries];
   int32_t ticket;
 };
@@ -62,16 +62,14 @@ template <class T, int width>
 __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ BackwardArguments a) {
   using S = Shape<width>;
   constexpr int halves = S::halves, queries = S::queries;
-  extern __shared__ char raw_memory[];
-  char* const memory =
-      reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw_memory) + 1023) & ~uintptr_t{1023});
+  extern __shared__ __align__(1024) char memory[];
   char* const k_tile = memory;  // panels of 128 keys
   char* const v_tile = k_tile + S::key_bytes;
   char* const q_blocks = v_tile + S::key_bytes;  // panels of `queries`
   char* const d_out_blocks = q_blocks + stages * S::query_bytes;
   char* const ds_blocks = d_out_blocks + stages * S::query_bytes;  // panels of 64 queries: a row a key
   char* const dq_slabs = ds_blocks + 2 * S::ds_bytes;
-  __shared__ Shared<width> shared;
+  Shared<width>& shared = *reinterpret_cast<Shared<width>*>(memory + S::memory);
   const int thread = static_cast<int>(threadIdx.x), role = uniform(thread / 128);  // 0 copies
 
   if (thread == 0) {
@@ -80,7 +78,8 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
       shared.q_full[i].init(1), shared.q_empty[i].init(consumers);
       shared.d_out_full[i].init(1), shared.d_out_empty[i].init(consumers);
     }
-    for (int i = 0; i < consumers; ++i) shared.dq_full[i].init(128), shared.dq_empty[i].init(1);
+    for (int i = 0; i < 2 * consumers; ++i)
+      shared.dq_full[i / 2][i % 2].init(128), shared.dq_empty[i / 2][i % 2].init(1);
     publish_barriers();
     if (a.ticket) shared.ticket = atomicAdd(a.ticket, 1);
   }
@@ -140,11 +139,12 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
     } else if (thread % 32 == 0 && warp <= consumers) {
       // Adds what a warp group made of dQ.
       const int of = warp - 1;
-      for (uint32_t parity = 0;; parity ^= 1) {
-        shared.dq_full[of].wait(parity);
-        const int64_t block = shared.dq_block[of];
+      for (Stage<2> stage;; stage.next()) {
+        const int at = stage.index;
+        shared.dq_full[of][at].wait(stage.parity);
+        const int64_t block = shared.dq_block[of][at];
         if (block < 0) return;
-        const int32_t turn = shared.dq_turn[of];
+        const int32_t turn = shared.dq_turn[of][at];
         const int64_t place = block * consumers + of;
         if (a.turns) {
           int32_t now;
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
             asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(a.turns + place) : "memory");
           while (now != turn);
         }
-        add_bulk(a.dq_sum + place * slab, dq_slabs + of * slab * 4, slab * 4);
+        add_bulk(a.dq_sum + place * slab, dq_slabs + (of * 2 + at) * slab * 4, slab * 4);
         if (a.turns) {
           wait_for_bulk();
           asm volatile("fence.proxy.async;" ::: "memory");
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
         } else {
           wait_for_bulk_reads();
         }
-        shared.dq_empty[of].arrive();
+        shared.dq_empty[of][at].arrive();
       }
     }
     return;
@@ -179,59 +179,51 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
       (first_row < a.keys ? 0x33333333u : 0) | (first_row + 8 < a.keys ? 0xccccccccu : 0);
   const bool ragged = (group + 1) * keys > a.keys;
 
+  float s[queries / 2];
+  const auto transposed = [&](float(&c)[queries / 2], const char* own, const char* others) {
+    const uint64_t left = descriptor(own + me * 64 * 128), right = descriptor(others);
+    begin_products();
+#pragma unroll
+    for (int kk = 0; kk < width / 16; ++kk)
+      multiply<T, Major::k, Major::k>(c, further(left, kk / 4 * keys * 128 + kk % 4 * 32),
+                                      further(right, kk / 4 * queries * 128 + kk % 4 * 32), kk > 0);
+    end_products();
+  };
   shared.kv_full.wait(0);
   Stage<stages> stage;
-  uint32_t dq_parity = 1;
-  int ds_stage = 0;
-  for (bool last = false; !last; stage.next()) {
+  Stage<2> dq_stage;
+  shared.q_full[0].wait(0);
+  transposed(s, k_tile, q_blocks);
+  wait_for_products<0>();
+  hold(s);
+  for (bool last = false; !last;) {
     const int at = stage.index;
-    shared.q_full[at].wait(stage.parity);
     const auto& note = shared.notes[at];
     last = uniform(note.last);
     const int64_t h = kv_head * members + note.member;
-    const int64_t query_block = note.first / queries;
+    const int32_t first = note.first;
     const GroupedView& map = a.maps.of(b, h);
-    bool visits = false, anyone = false, masked = ragged;
+    bool anyone = false, masked = ragged;
     uint32_t allowed[halves];
 #pragma unroll
     for (int i = 0; i < halves; ++i) {
 #pragma unroll
       for (int w = 0; w < consumers; ++w) anyone |= note.ids[w][i] != GroupedSide::none;
       const int32_t id = note.ids[me][i];
-      visits |= id != GroupedSide::none;
       masked |= id != GroupedSide::full;
       allowed[i] = own_rows & (id == GroupedSide::full ? ~0u
                                : id < 0                ? 0u
                                                        : map.fragments[int64_t{128} * id + in_group]);
     }
-    visits = uniform(visits), anyone = uniform(anyone), masked = uniform(masked);
-    if (!anyone) {
-      shared.d_out_full[at].wait(stage.parity);
-      if (speaks) shared.q_empty[at].arrive(), shared.d_out_empty[at].arrive();
-      continue;
-    }
+    anyone = uniform(anyone), masked = uniform(masked);
     const char* const q_block = q_blocks + at * S::query_bytes;
     const char* const d_out_block = d_out_blocks + at * S::query_bytes;
-    char* const ds_block = ds_blocks + ds_stage * S::ds_bytes;
+    char* const ds_block = ds_blocks + dq_stage.index * S::ds_bytes;
     uint32_t weights[queries / 16][4], ds[queries / 16][4];
-
     {
-      float s[queries / 2], dp[queries / 2];
-      const auto transposed = [&](float(&c)[queries / 2], const char* own, const char* others) {
-        const uint64_t left = descriptor(own + me * 64 * 128), right = descriptor(others);
-#pragma unroll
-        for (int kk = 0; kk < width / 16; ++kk)
-          multiply<T, Major::k, Major::k>(c, further(left, kk / 4 * keys * 128 + kk % 4 * 32),
-                                          further(right, kk / 4 * queries * 128 + kk % 4 * 32), kk > 0);
-        end_products();
-      };
-      begin_products();
-      transposed(s, k_tile, q_block);
+      float dp[queries / 2];
       shared.d_out_full[at].wait(stage.parity);
-      begin_products();
       transposed(dp, v_tile, d_out_block);
-      wait_for_products<1>();
-      hold(s);
 #pragma unroll
       for (int j = 0; j < queries / 8; ++j) {
         const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[at][8 * j + lane % 4 * 2]);
@@ -243,6 +235,13 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
 #pragma unroll
         for (int i = 0; i < queries / 2; ++i)
           if (!(allowed[i / 32] >> i % 32 & 1)) s[i] = 0;
+#pragma unroll
+      for (int kk = 0; kk < queries / 16; ++kk)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = 8 * kk + e / 2 * 4 + e % 2 * 2;
+          weights[kk][e] = pack<T>(s[i], s[i + 1]);
+        }
       wait_for_products<0>();
       hold(dp);
 #pragma unroll
@@ -261,11 +260,9 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int i = 8 * kk + e / 2 * 4 + e % 2 * 2;
-          weights[kk][e] = pack<T>(s[i], s[i + 1]);
           ds[kk][e] = pack<T>(dp[i], dp[i + 1]);
         }
     }
-    (void)visits;
 
     const auto down = [&](float(&c)[width / 2], const uint32_t(&left)[queries / 16][4], const char* others) {
       const uint64_t right = descriptor(others, queries * 128);
@@ -302,27 +299,35 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
     wait_for_products<1>();
     hold(dq);
     hold(dv);
+    // The next scores, while this block is finished; after the last block, of whatever is there.
+    stage.next();
+    if (!last) shared.q_full[stage.index].wait(stage.parity);
+    transposed(s, k_tile, q_blocks + stage.index * S::query_bytes);
     if (speaks) shared.d_out_empty[at].arrive();
-    shared.dq_empty[me].wait(dq_parity);
-    dq_parity ^= 1;
-    float4* const to = reinterpret_cast<float4*>(dq_slabs + me * slab * 4) + in_group;
+    if (anyone) {  // else there are no queries at all
+      const int slot = dq_stage.index;
+      shared.dq_empty[me][slot].wait(dq_stage.parity ^ 1);
+      float4* const to = reinterpret_cast<float4*>(dq_slabs + (me * 2 + slot) * slab * 4) + in_group;
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      to[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-    if (speaks) {
-      shared.dq_block[me] = (b * a.heads + h) * a.query_blocks + query_block;
-      shared.dq_turn[me] = a.turns ? map.last_visitor[query_block] - static_cast<int32_t>(group) : 0;
+      for (int i = 0; i < 8; ++i)
+        to[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      if (speaks) {
+        const int32_t block = first / queries;
+        shared.dq_block[me][slot] = (b * a.heads + h) * a.query_blocks + block;
+        shared.dq_turn[me][slot] = a.turns ? map.last_visitor[block] - static_cast<int32_t>(group) : 0;
+      }
+      publish_stores();
+      shared.dq_full[me][slot].arrive();
+      dq_stage.next();
     }
-    publish_stores();
-    shared.dq_full[me].arrive();
     wait_for_products<0>();
     hold(dk);
+    hold(s);
     if (speaks) shared.q_empty[at].arrive();
-    ds_stage ^= 1;
   }
-  shared.dq_empty[me].wait(dq_parity);
-  if (speaks) shared.dq_block[me] = -1;
-  shared.dq_full[me].arrive();
+  shared.dq_empty[me][dq_stage.index].wait(dq_stage.parity ^ 1);
+  if (speaks) shared.dq_block[me][dq_stage.index] = -1;
+  shared.dq_full[me][dq_stage.index].arrive();
 
   const auto token = [&](int row) -> int64_t {
     const int64_t key = group * keys + 64 * me + row;
@@ -394,8 +399,9 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
       maps,
       mma::Schedule(maps.groups, p.batch() * p.kv_heads(), bytes, p.deterministic)};
   const auto kernel = backward<T, width>;
-  allow_shared_memory(reinterpret_cast<const void*>(kernel), S::memory);
-  kernel<<<arguments.schedule.blocks(), threads, S::memory, stream>>>(arguments);
+  constexpr size_t bytes_of_shared = S::memory + sizeof(Shared<width>);
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes_of_shared);
+  kernel<<<arguments.schedule.blocks(), threads, bytes_of_shared, stream>>>(arguments);
   check_launch("attention.backward");
   const int64_t slabs = matrices * blocks * consumers;
   finish_dq<T, width><<<blocks_for(slabs, 1), 128, 0, stream>>>(sum.data<float>(), rows_of(g.dq), p.heads(),

@@ -37,19 +37,21 @@ struct Shape {
   static constexpr int consumers = width == 64 && !gathers ? 3 : 2;
   static constexpr int halves = width == 256 ? 1 : 2;
   static constexpr int keys = 64 * halves;
-  static constexpr int stages = !gathers || width == 256 ? 2 : width == 128 ? 3 : 4;
+  static constexpr int stages = gathers && width == 64 ? 4 : 2;
+  static constexpr int q_stages = width == 256 ? 1 : 2;
   static constexpr int threads = 128 * (consumers + 1);
   static constexpr int panels = width / 64;
   static constexpr int q_bytes = 64 * width * 2, block_bytes = keys * width * 2;
-  static constexpr size_t memory = size_t{1024} + consumers * q_bytes + 2 * stages * block_bytes;
+  static constexpr size_t memory = size_t{1024} + q_stages * consumers * q_bytes + 2 * stages * block_bytes;
 };
 
 // The part of shared memory that is not tiles.
 template <class S>
 struct Shared {
-  Barrier q_full, q_empty, k_full[S::stages], k_empty[S::stages], v_full[S::stages], v_empty[S::stages];
+  Barrier q_full[S::q_stages], q_empty[S::q_stages], k_full[S::stages], k_empty[S::stages], v_full[S::stages],
+      v_empty[S::stages];
   BlockNote<S::consumers, S::halves> notes[S::stages];
-  int64_t index;  // what `Schedule` makes the tiles of; -1: no more
+  int32_t group[S::q_stages], matrix[S::q_stages];  // whose queries are there; group -1: no more
 };
 
 // The block that entry words begin, `n` blocks on.
@@ -68,26 +70,28 @@ __device__ inline void copy_tiles(const ForwardArguments& a, Shared<S>& shared, 
                                   char* v_blocks) {
   constexpr int stride = 3 + S::consumers * S::halves;
   Stage<S::stages> stage;
-  uint32_t q_parity = 1;  // nothing was read yet: the first waits pass
+  Stage<S::q_stages> q_stage;
   const int64_t total = a.schedule.tiles * a.schedule.matrices;
-  for (int64_t index = blockIdx.x, next;; index = next) {
-    shared.q_empty.wait(q_parity);
-    q_parity ^= 1;
-    shared.index = index < total ? index : -1;
-    if (index >= total) {
-      shared.q_full.arrive();
+  for (int64_t index = blockIdx.x, next;; index = next, q_stage.next()) {
+    int64_t group = -1, matrix = 0;
+    if (index < total) a.schedule.find(index, group, matrix);
+    const int q_at = q_stage.index;
+    shared.q_empty[q_at].wait(q_stage.parity ^ 1);  // of a fresh barrier, the phase before is complete
+    shared.group[q_at] = static_cast<int32_t>(group), shared.matrix[q_at] = static_cast<int32_t>(matrix);
+    if (group < 0) {
+      shared.q_full[q_at].arrive();
       return;
     }
     next = a.taken ? int64_t{gridDim.x} + atomicAdd(a.taken, 1) : index + gridDim.x;
-    int64_t group, matrix;
-    a.schedule.find(index, group, matrix);
-    const auto b = static_cast<int32_t>(matrix / a.heads), h = static_cast<int32_t>(matrix % a.heads);
-    const auto kv_head = static_cast<int32_t>(h / a.group);
-    shared.q_full.arrive_and_expect(S::consumers * S::q_bytes);
+    const auto heads = static_cast<uint32_t>(a.heads);
+    const auto b = static_cast<int32_t>(static_cast<uint32_t>(matrix) / heads),
+               h = static_cast<int32_t>(static_cast<uint32_t>(matrix) - b * heads);
+    const auto kv_head = static_cast<int32_t>(static_cast<uint32_t>(h) / static_cast<uint32_t>(a.group));
+    shared.q_full[q_at].arrive_and_expect(S::consumers * S::q_bytes);
     for (int i = 0; i < S::consumers; ++i)
       for (int panel = 0; panel < S::panels; ++panel)
-        copy_box(q_tiles + i * S::q_bytes + panel * 8192, a.q, panel * 64,
-                 static_cast<int32_t>(group * S::consumers + i) * 64, h, b, shared.q_full);
+        copy_box(q_tiles + (q_at * S::consumers + i) * S::q_bytes + panel * 8192, a.q, panel * 64,
+                 static_cast<int32_t>(group * S::consumers + i) * 64, h, b, shared.q_full[q_at]);
     const GroupedView& map = a.maps.of(b, h);
     const int32_t *entry = map.entries + int64_t{map.first[group]} * stride, *const end =
                                                                                  map.entries +
@@ -145,8 +149,10 @@ __device__ inline void gather_tiles(const ForwardArguments& a, Shared<S>& shared
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int row = warp * (S::keys / 4) + lane;  // the lane's own
   Stage<S::stages> stage;
-  uint32_t q_parity = 1;
-  for (int64_t index = blockIdx.x; index < a.schedule.tiles * a.schedule.matrices; index += gridDim.x) {
+  Stage<S::q_stages> q_stage;
+  for (int64_t index = blockIdx.x; index < a.schedule.tiles * a.schedule.matrices;
+       index += gridDim.x, q_stage.next()) {
+    const int q_at = q_stage.index;
     int64_t group, matrix;
     a.schedule.find(index, group, matrix);
     const int64_t b = matrix / a.heads, h = matrix % a.heads, kv_head = h / a.group;
@@ -162,8 +168,7 @@ __device__ inline void gather_tiles(const ForwardArguments& a, Shared<S>& shared
       return words[1] == 0 ? map.lists[words[0] + row] : words[0] + n * S::keys + row;
     };
     int32_t token = token_of(entry, 0);
-    shared.q_empty.wait(q_parity);
-    q_parity ^= 1;
+    shared.q_empty[q_at].wait(q_stage.parity ^ 1);
 #pragma unroll 1
     for (int i = 0; i < S::consumers; ++i) {
       const int64_t tile = map.tiles[group * S::consumers + i];
@@ -176,9 +181,10 @@ __device__ inline void gather_tiles(const ForwardArguments& a, Shared<S>& shared
           own = static_cast<int32_t>(tile * 64 + warp * 16 + lane);
         }
       }
-      gather<T, width, 64>(q_tiles + i * S::q_bytes, a.q_rows.of<const T>(b, h), a.q_rows.row, a.width, own);
+      gather<T, width, 64>(q_tiles + (q_at * S::consumers + i) * S::q_bytes, a.q_rows.of<const T>(b, h),
+                           a.q_rows.row, a.width, own);
     }
-    shared.q_full.arrive_after_copies();
+    shared.q_full[q_at].arrive_after_copies();
     for (int32_t n = 0; entry != end;) {
       const bool last_of_entry = n >= entry[1] - 1;
       const int32_t* const later = last_of_entry ? entry + stride : entry;
@@ -212,14 +218,14 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
   char* const memory =
       reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw_memory) + 1023) & ~uintptr_t{1023});
   char* const q_tiles = memory;  // of a consumer, panels of 64 queries
-  char* const k_blocks = q_tiles + consumers * S::q_bytes;
+  char* const k_blocks = q_tiles + S::q_stages * consumers * S::q_bytes;
   char* const v_blocks = k_blocks + stages * S::block_bytes;
   __shared__ Shared<S> shared;
   const int thread = static_cast<int>(threadIdx.x), role = uniform(thread / 128);  // 0 copies
 
   if (thread == 0) {
     constexpr uint32_t copying = gathers ? 128 : 1;
-    shared.q_full.init(copying), shared.q_empty.init(consumers);
+    for (int i = 0; i < S::q_stages; ++i) shared.q_full[i].init(copying), shared.q_empty[i].init(consumers);
     for (int i = 0; i < stages; ++i) {
       shared.k_full[i].init(gathers ? copying + 1 : copying);  // + 1: the note is written
       shared.v_full[i].init(copying);
@@ -244,23 +250,26 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
   constexpr int out_parts = width == 256 ? 2 : 1, out_size = width == 64 ? 32 : 64;
   const float to_log2 = a.scale * log2_e;
   const float slack = 8 / to_log2;  // weights may grow to 2^8 before sums are rescaled
-  const uint64_t q_tile = descriptor(q_tiles + me * S::q_bytes);
   Stage<stages> stage;
-  uint32_t q_parity = 0;
+  Stage<S::q_stages> q_stage;
   constexpr bool in_turn = width == 64 && !gathers;
   if (in_turn && me == consumers - 1) arrive_at(1, 256);
 
-  for (int64_t index = blockIdx.x;; index += gridDim.x) {
+  for (int64_t index = blockIdx.x;; index += gridDim.x, q_stage.next()) {
     if (gathers && index >= a.schedule.tiles * a.schedule.matrices) return;
-    shared.q_full.wait(q_parity);
-    q_parity ^= 1;
-    if constexpr (gathers)
-      publish_stores();
-    else if (index = shared.index; index < 0)
-      return;
+    const int q_at = q_stage.index;
+    shared.q_full[q_at].wait(q_stage.parity);
     int64_t group, matrix;
-    a.schedule.find(index, group, matrix);
-    const int64_t b = matrix / a.heads, h = matrix % a.heads;
+    if constexpr (gathers) {
+      publish_stores();
+      a.schedule.find(index, group, matrix);
+    } else {
+      group = shared.group[q_at], matrix = shared.matrix[q_at];
+      if (group < 0) return;
+    }
+    const uint64_t q_tile = descriptor(q_tiles + (q_at * consumers + me) * S::q_bytes);
+    const auto heads = static_cast<uint32_t>(a.heads);
+    const int64_t b = static_cast<uint32_t>(matrix) / heads, h = matrix - b * heads;
     const GroupedView& map = a.maps.of(b, h);
 
     float s[keys / 2], out[out_parts][out_size];
@@ -382,7 +391,7 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
         if (speaks) {
           shared.k_empty[stage.index].arrive();
           shared.v_empty[stage.index].arrive();
-          if (last) shared.q_empty.arrive();
+          if (last) shared.q_empty[q_at].arrive();
         }
         continue;
       }
@@ -400,7 +409,7 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
         hold(s);
         if (speaks) {
           shared.k_empty[stage.index].arrive();
-          if (last) shared.q_empty.arrive();
+          if (last) shared.q_empty[q_at].arrive();
         }
         const bool grows = soften(allowed, masked);
         wait_for_products<0>();
@@ -415,7 +424,7 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
         hold(s);
         if (speaks) {
           shared.k_empty[stage.index].arrive();
-          if (last) shared.q_empty.arrive();
+          if (last) shared.q_empty[q_at].arrive();
         }
         if (soften(allowed, masked) && filled) rescale(factor);
       }
