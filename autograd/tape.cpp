@@ -393,8 +393,10 @@ std::vector<Variable> record(const char* op, std::span<const Variable> inputs,
   Tape* tape = recording(op, inputs) ? Tape::current() : nullptr;
   if (AnomalyMode::active())
     detail::check_forward(op, inputs, outputs, infinities, tape ? tape->recorded_nodes() : -1);
-  if (tape) return tape->append(op, inputs, outputs, std::move(backward));
-  return std::vector<Variable>(outputs.begin(), outputs.end());
+  if (!tape) return std::vector<Variable>(outputs.begin(), outputs.end());
+  for (const Tensor& output : outputs)
+    if (output.defined()) output.storage()->note_op(op);
+  return tape->append(op, inputs, outputs, std::move(backward));
 }
 
 Variable record(const char* op, std::span<const Variable> inputs, const Tensor& output,

@@ -1,5 +1,6 @@
 // CUDA devices: their streams and memory, what kernels report, and the capture of steps into graphs.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <list>
 #include <map>
@@ -22,13 +23,21 @@ void check_call(cudaError_t error, const char* what) {
 
 namespace {
 
+[[noreturn]] void fail_to_allocate(size_t bytes, int index) {
+  cudaGetLastError();  // taken note of: the next check is about the next call
+  size_t available = 0, total = 0;
+  cudaMemGetInfo(&available, &total);
+  fail(Error::Kind::Memory, "[memory] cannot allocate ", bytes, " bytes on cuda:", index, ", where ",
+       available, " of ", total, " are free; ", describe_held_memory({DeviceKind::cuda, index}));
+}
+
 // ------------------------------------------------------------------------------------ memory of captured
 // steps
 
 // Memory that a captured step takes its tensors from: their addresses stay, so that replays may use them.
 class Arena {
  public:
-  explicit Arena(cudaStream_t stream) : stream_(stream) {}
+  Arena(cudaStream_t stream, int index) : stream_(stream), index_(index) {}
   ~Arena() {
     for (const Chunk& chunk : chunks_) cudaFreeAsync(chunk.data, stream_);
   }
@@ -36,7 +45,9 @@ class Arena {
   void reserve(size_t bytes) {
     // Beside the stream that is being captured, which allows no allocation.
     void* data = nullptr;
-    check_call(cudaMallocAsync(&data, bytes, stream_), "memory");
+    const cudaError_t error = cudaMallocAsync(&data, bytes, stream_);
+    if (error == cudaErrorMemoryAllocation) fail_to_allocate(bytes, index_);
+    check_call(error, "memory");
     check_call(cudaStreamSynchronize(stream_), "memory");
     chunks_.push_back({static_cast<std::byte*>(data), bytes});
     release(static_cast<std::byte*>(data), bytes);
@@ -103,6 +114,7 @@ class Arena {
   }
 
   cudaStream_t stream_;
+  int index_;  // of the device
   std::vector<Chunk> chunks_;
   std::map<std::byte*, size_t> free_;
   int64_t live_ = 0;
@@ -204,6 +216,7 @@ struct Capture {
     std::function<uint64_t()> later;
   };
   std::shared_ptr<Arena> arena;
+  uint64_t number = 0;        // from 1 on, in the order of captures
   uint64_t* words = nullptr;  // of the device, one a slot
   std::vector<Slot> slots;
   std::vector<std::shared_ptr<const void>> kept;
@@ -231,21 +244,21 @@ Replayed<T> replayed_slot(T value, uint64_t bits, std::function<uint64_t()> late
 
 class Graph final : public CapturedGraph {
  public:
-  Graph(State& device, size_t bytes, const std::function<void()>& step) : device_(device) {
+  Graph(State& device, int index, size_t bytes, const std::function<void()>& step) : device_(device) {
     // What the pool kept of earlier steps is given back first: the arena takes its place.
     check_call(cudaStreamSynchronize(device.stream), "capture");
     check_call(cudaMemPoolTrimTo(device.pool, 0), "capture");
-    capture_.arena = std::make_shared<Arena>(device.side);
+    capture_.arena = std::make_shared<Arena>(device.side, index);
     capture_.arena->reserve(std::max<size_t>(bytes, size_t{1} << 20));
     {
       std::lock_guard lock(device.mutex);
       device.arenas.push_back(capture_.arena);
     }
-    void* words = nullptr;
-    check_call(cudaMallocAsync(&words, most_slots * sizeof(uint64_t), device.side), "capture");
-    check_call(cudaStreamSynchronize(device.side), "capture");
-    capture_.words = static_cast<uint64_t*>(words);
     try {
+      void* words = nullptr;
+      check_call(cudaMallocAsync(&words, most_slots * sizeof(uint64_t), device.side), "capture");
+      capture_.words = static_cast<uint64_t*>(words);
+      check_call(cudaStreamSynchronize(device.side), "capture");
       record(step);
     } catch (...) {
       clear();
@@ -276,6 +289,8 @@ class Graph final : public CapturedGraph {
 
  private:
   void record(const std::function<void()>& step) {
+    static std::atomic<uint64_t> captures{0};
+    capture_.number = ++captures;
     cudaGraph_t graph = nullptr;
     current_capture = &capture_;
     torus::detail::captured_draws = &capture_.draws;
@@ -356,15 +371,7 @@ class CudaDriver final : public DeviceDriver {
       cudaMemPoolTrimTo(device.pool, 0);
       error = cudaMallocAsync(&data, bytes, device.stream);
     }
-    if (error == cudaErrorMemoryAllocation) {
-      cudaGetLastError();
-      size_t available = 0, total = 0;
-      cudaMemGetInfo(&available, &total);
-      const char* last = torus::detail::last_kernel();
-      fail(Error::Kind::Memory, "[memory] cannot allocate ", bytes, " bytes on cuda:", index, " after [",
-           last ? last : "start", "]; tensors hold ", memory_stats({DeviceKind::cuda, index}).live_bytes,
-           ", free are ", available, " of ", total);
-    }
+    if (error == cudaErrorMemoryAllocation) fail_to_allocate(bytes, index);
     check_call(error, "memory");
     return data;
   }
@@ -408,7 +415,7 @@ class CudaDriver final : public DeviceDriver {
   std::unique_ptr<CapturedGraph> capture(int index, size_t bytes,
                                          const std::function<void()>& step) override {
     check(!current_capture, Error::Kind::Value, "[capture] a step is being captured already");
-    return std::make_unique<Graph>(state(index), bytes, step);
+    return std::make_unique<Graph>(state(index), index, bytes, step);
   }
 };
 
@@ -452,6 +459,7 @@ int fault_code(const char* op, const char* what) {
 }
 
 bool capturing() { return current_capture != nullptr; }
+uint64_t capture_number() { return current_capture ? current_capture->number : 0; }
 
 Replayed<double> replayed(double now, std::function<double()> later) {
   if (!capturing()) return {now, nullptr};

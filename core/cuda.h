@@ -30,8 +30,8 @@ inline cudaStream_t stream_of(const Tensor& tensor) { return stream_of(tensor.de
 /// Properties of a device, read once.
 const cudaDeviceProp& properties(Device device);
 
-/// Lets a kernel use more than 48 KB of shared memory, `bytes` of it dynamic. Cheap enough to call before each
-/// launch.
+/// Lets a kernel use more than 48 KB of shared memory, `bytes` of it dynamic. Cheap enough to call before
+/// each launch.
 void allow_shared_memory(const void* kernel, size_t bytes);
 
 /// Blocks of `threads` that cover `count` indices, for kernels that stride over the rest of the grid.
@@ -64,10 +64,14 @@ __device__ inline void report(Fault* slot, int code, int64_t value, int64_t boun
 void copy_from_host(void* to, const void* from, size_t bytes, Device where);
 void copy_to_host(void* to, const void* from, size_t bytes, Device where);
 
-// ------------------------------------------------------------------------------- numbers known only at replay
+// ------------------------------------------------------------------------------- numbers known only at
+// replay
 
 /// True while a step is captured into a graph.
 bool capturing();
+/// Which capture this is, from 1 on; 0 outside of one. What a captured step makes anew at each replay must
+/// have been made in that very capture.
+uint64_t capture_number();
 /// A number that a kernel reads where it stands: the value given, or, in a captured step, a word in device
 /// memory that each replay sets anew.
 template <class T>
@@ -351,8 +355,8 @@ __device__ inline C warp_sum(C value) {
   return warp_reduce(value, Plus{});
 }
 
-/// The same over a block of up to 1024 threads, in every thread; a fixed order. `space`: 32 C of shared memory,
-/// free again after the call's second barrier, so that two calls in a row may share it.
+/// The same over a block of up to 1024 threads, in every thread; a fixed order. `space`: 32 C of shared
+/// memory, free again after the call's second barrier, so that two calls in a row may share it.
 template <class C, class Op>
 __device__ inline C block_reduce(C value, C identity, C* space, Op op) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;

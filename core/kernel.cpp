@@ -23,11 +23,6 @@ Table& table() {
 }
 }  // namespace
 
-namespace {
-thread_local const char* last_found = nullptr;
-}
-const char* last_kernel() { return last_found; }
-
 void register_kernel(const char* name, DeviceKind kind, std::type_index signature, AnyFunction function) {
   std::lock_guard lock(table().mutex);
   const bool added = table().entries.insert({{name, kind}, {signature, function}}).second;
@@ -41,7 +36,6 @@ AnyFunction find_kernel(const char* name, DeviceKind kind, std::type_index signa
         " kernel in this build");
   check(found->second.signature == signature, Error::Kind::Device, "[", name, "] the ", torus::name(kind),
         " kernel was registered with another signature");
-  last_found = name;
   return found->second.function;
 }
 

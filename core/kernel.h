@@ -16,14 +16,12 @@ using AnyFunction = void (*)();
 void register_kernel(const char* name, DeviceKind kind, std::type_index signature, AnyFunction function);
 /// Throws "[name] has no cuda kernel in this build" where none was registered.
 AnyFunction find_kernel(const char* name, DeviceKind kind, std::type_index signature);
-/// The name of the last kernel of another device that this thread launched; null: none.
-const char* last_kernel();
 }  // namespace detail
 
 /// One kernel of an op, by the name "op.part". The op's .cpp makes it with the CPU function; a .cu file adds
 /// its launcher with `CudaKernel` of the same name and signature, so op code needs neither #ifdef nor stub.
 /// The profiler times each call and counts the bytes of its tensors; `flops`, if given, counts the
-/// operations.
+/// operations. `held_memory` names it for tensors that it writes first.
 template <class Signature>
 class Kernel;
 
@@ -41,12 +39,18 @@ class Kernel<void(Args...)> {
       (note(scope, args), ...);
       if (flops_) scope.add_flops(flops_(args...));
     }
+    (name_written<Args>(args), ...);
     if (device.kind == DeviceKind::cpu) return cpu_(args...);
     const auto found = detail::find_kernel(name_, device.kind, typeid(void(Args...)));
     reinterpret_cast<Function>(found)(args...);
   }
 
  private:
+  template <class Argument, class T>
+  void name_written([[maybe_unused]] T& argument) const {
+    if constexpr (std::is_same_v<Argument, Tensor&>)
+      if (argument.defined()) argument.storage()->note_kernel(name_);
+  }
   template <class T>
   static void note(ProfileScope& scope, const T& argument) {
     if constexpr (std::is_same_v<T, Tensor>) scope.add(argument);

@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <ostream>
+#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -45,8 +46,9 @@ class HostDriver final : public DeviceDriver {
       release_cached(0);
       data = std::aligned_alloc(64, bytes);
     }
-    check(data, Error::Kind::Memory, "[memory] cannot allocate ", bytes, " bytes on cpu; tensors hold ",
-          memory_stats(cpu).live_bytes);
+    if (!data)
+      fail(Error::Kind::Memory, "[memory] cannot allocate ", bytes, " bytes on cpu; ",
+           describe_held_memory(cpu));
     return data;
   }
 
@@ -93,6 +95,8 @@ class HostDriver final : public DeviceDriver {
 
 struct Counters {
   std::atomic<int64_t> live{0}, peak{0}, blocks{0};
+  std::mutex mutex;  // of the list of storages
+  Storage* first = nullptr;
   void add(int64_t bytes) {
     const int64_t now = live.fetch_add(bytes) + bytes;
     int64_t seen = peak.load();
@@ -172,16 +176,59 @@ void reset_peak_memory(Device device) {
 
 void release_cached_memory(Device device) { driver(device).release_cached(device.index); }
 
+std::vector<HeldMemory> held_memory(Device device) {
+  driver(device);  // for its checks
+  std::map<std::string, HeldMemory> by_op;
+  {
+    Counters& c = counters(device);
+    std::lock_guard lock(c.mutex);
+    for (const Storage* storage = c.first; storage; storage = storage->next_) {
+      const char* const writer = storage->writer_.load(std::memory_order_relaxed);
+      HeldMemory& held = by_op[writer ? writer : ""];
+      held.bytes += static_cast<int64_t>(storage->bytes_);
+      ++held.blocks;
+    }
+  }
+  std::vector<HeldMemory> result;
+  for (auto& [op, held] : by_op) {
+    held.op = op;
+    result.push_back(held);
+  }
+  std::stable_sort(result.begin(), result.end(),
+                   [](const HeldMemory& a, const HeldMemory& b) { return a.bytes > b.bytes; });
+  return result;
+}
+
+std::string describe_held_memory(Device device) {
+  constexpr size_t most = 5;
+  const std::vector<HeldMemory> all = held_memory(device);
+  std::ostringstream text;
+  text << "tensors hold " << memory_stats(device).live_bytes << " bytes";
+  for (size_t i = 0; i < std::min(most, all.size()); ++i)
+    text << (i == 0 ? ": " : ", ") << (all[i].op.empty() ? "no op" : all[i].op) << ' ' << all[i].bytes << " ("
+         << all[i].blocks << ')';
+  if (all.size() > most) text << ", ...";
+  return text.str();
+}
+
 Storage::Storage(size_t bytes, Device device)
     : data_(bytes ? driver(device).allocate(bytes, device.index) : nullptr), bytes_(bytes), device_(device) {
-  counters(device).add(static_cast<int64_t>(bytes));
-  ++counters(device).blocks;
+  Counters& c = counters(device);
+  c.add(static_cast<int64_t>(bytes));
+  ++c.blocks;
+  std::lock_guard lock(c.mutex);
+  next_ = std::exchange(c.first, this);
+  if (next_) next_->previous_ = this;
 }
 
 Storage::~Storage() {
   if (data_) driver(device_).free(data_, bytes_, device_.index);
-  counters(device_).live -= static_cast<int64_t>(bytes_);
-  --counters(device_).blocks;
+  Counters& c = counters(device_);
+  c.live -= static_cast<int64_t>(bytes_);
+  --c.blocks;
+  std::lock_guard lock(c.mutex);
+  (previous_ ? previous_->next_ : c.first) = next_;
+  if (next_) next_->previous_ = previous_;
 }
 
 }  // namespace torus

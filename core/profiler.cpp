@@ -206,7 +206,10 @@ ProfileSummary Profiler::summary() const {
     (event.kind == ScopeKind::device ? device : host) += own;
   }
   ProfileSummary summary;
+  summary.device_seconds = device;
   for (auto& [key, row] : rows) {
+    if (row.kind == ScopeKind::device && row.name != "memcpy" && row.name != "memset")
+      summary.device_kernels += row.calls;
     const double all = row.kind == ScopeKind::device ? device : host;
     row.share = all > 0 ? row.own_seconds / all : 0;
     summary.rows.push_back(std::move(row));

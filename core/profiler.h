@@ -52,7 +52,9 @@ struct ProfileSummary {
     double share = 0;             // of own_seconds in those of all rows; rows of devices among themselves
     double flops = 0, bytes = 0;  // divide by seconds for the rate
   };
-  std::vector<Row> rows;  // most own time first
+  std::vector<Row> rows;       // most own time first
+  int64_t device_kernels = 0;  // that devices ran, copies not among them
+  double device_seconds = 0;   // of these and of copies
 
   /// Throws Error{Value} if there is no such row.
   const Row& row(const std::string& name, ScopeKind kind = ScopeKind::kernel) const;

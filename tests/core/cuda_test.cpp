@@ -30,7 +30,8 @@ double difference(const Tensor& got, const Tensor& expected) {
   return sum == 0 ? 0 : std::sqrt(sum / norm);
 }
 
-const std::vector<Shape> shapes = {{}, {0}, {1}, {7}, {3, 1, 5}, {2, 0, 3}, {64, 33}, {5, 4, 3, 2}, {1000, 129}};
+const std::vector<Shape> shapes = {{},        {0},      {1},          {7},        {3, 1, 5},
+                                   {2, 0, 3}, {64, 33}, {5, 4, 3, 2}, {1000, 129}};
 
 TEST_F(CudaTensor, CopiesThereAndBackKeepEveryBitOfEveryDtype) {
   for (DType dtype : {f64, f32, f16, bf16, i64, i32, u8, boolean})
@@ -58,7 +59,8 @@ TEST_F(CudaTensor, StridedCopies) {
     same(y.slice(3, 3, 20), x.slice(3, 3, 20));
     same(y.slice(3, 16, 32), x.slice(3, 16, 32));
     same(y.slice(2, 1, 15, 3), x.slice(2, 1, 15, 3));
-    same(y.select(1, 4).unsqueeze(0).expand({5, 6, 16, 32}), x.select(1, 4).unsqueeze(0).expand({5, 6, 16, 32}));
+    same(y.select(1, 4).unsqueeze(0).expand({5, 6, 16, 32}),
+         x.select(1, 4).unsqueeze(0).expand({5, 6, 16, 32}));
     Tensor into = Tensor::zeros(x.shape(), dtype, cuda), expected = Tensor::zeros(x.shape(), dtype);
     into.slice(3, 5, 9).copy_(x.slice(3, 0, 4));
     expected.slice(3, 5, 9).copy_(x.slice(3, 0, 4));
@@ -137,8 +139,9 @@ TEST_F(CudaTensor, PassesTwoToTheThirtyFirstElements) {
 }
 
 TEST_F(CudaProduct, AgreesWithTheCpu) {
-  const std::vector<std::array<int64_t, 3>> sizes = {{1, 1, 1},    {3, 5, 7},    {64, 64, 64},  {129, 65, 33},
-                                                     {1, 300, 50}, {300, 1, 50}, {50, 300, 1}, {256, 512, 128}};
+  const std::vector<std::array<int64_t, 3>> sizes = {{1, 1, 1},     {3, 5, 7},      {64, 64, 64},
+                                                     {129, 65, 33}, {1, 300, 50},   {300, 1, 50},
+                                                     {50, 300, 1},  {256, 512, 128}};
   for (DType dtype : {f64, f32, f16, bf16}) {
     const double tolerance = dtype == f64 ? 1e-14 : dtype == f32 ? 1e-6 : dtype == f16 ? 2e-3 : 1e-2;
     for (const auto& [m, n, k] : sizes)
@@ -210,6 +213,28 @@ TEST_F(CudaMemory, TooMuchIsOneLineAndHarmless) {
   EXPECT_ERROR(Tensor::empty({petabyte}, u8, cuda), Memory,
                "[memory] cannot allocate 1125899906842624 bytes on cuda:0");
   EXPECT_EQ(Tensor::full({3}, 2, f32, cuda).to_vector<float>(), std::vector<float>({2, 2, 2}));
+}
+
+TEST_F(CudaMemory, AFullDeviceSaysWhoHoldsIt) {
+  std::vector<Tensor> held;
+  std::string message;
+  try {  // ever more, filled, until there is no more
+    for (int64_t bytes = int64_t{1} << 30;; bytes *= 2) held.push_back(Tensor::zeros({bytes}, u8, cuda));
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), Error::Kind::Memory);
+    message = error.what();
+  }
+  EXPECT_NE(message.find("bytes on cuda:0, where "), std::string::npos) << message;
+  EXPECT_NE(message.find(" are free; tensors hold "), std::string::npos) << message;
+  int64_t bytes = 0;
+  for (const Tensor& tensor : held) bytes += tensor.numel();
+  EXPECT_NE(message.find("fill " + std::to_string(bytes)), std::string::npos) << message;
+  // And the program goes on, with what it has and with what it gives back.
+  held.resize(1);
+  EXPECT_EQ(held[0].slice(0, 0, 2).to_vector<int64_t>(), std::vector<int64_t>({0, 0}));
+  EXPECT_EQ(Tensor::full({1 << 28}, 1, f32, cuda).select(0, 77).item(), 1);
+  held.clear();
+  release_cached_memory(cuda);
 }
 
 TEST(CudaErrors, AnAbsentDeviceIsOneLine) {

@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "core/expect_error.h"
+#include "torus/autograd/tape.h"
 #include "torus/core/tensor.h"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -51,8 +54,44 @@ TEST(Memory, CacheIsReusedAndReleased) {
   EXPECT_EQ(memory_stats().cached_bytes, 0);
 }
 
+// Of the op, among what is held.
+HeldMemory held_by(const std::string& op) {
+  const auto all = held_memory();
+  EXPECT_TRUE(
+      std::is_sorted(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; }));
+  for (const HeldMemory& held : all)
+    if (held.op == op) return held;
+  return {};
+}
+
+TEST(Memory, HeldByTheOpThatMadeIt) {
+  const HeldMemory filled = held_by("fill"), nobody = held_by(""), op = held_by("an op");
+  {
+    const Tensor zeros = Tensor::zeros({1000}), view = zeros.slice(0, 1, 3), untouched = Tensor::empty({500});
+    EXPECT_EQ(held_by("fill").bytes, filled.bytes + 4000);
+    EXPECT_EQ(held_by("fill").blocks, filled.blocks + 1);
+    EXPECT_EQ(held_by("").bytes, nobody.bytes + 2000);
+    EXPECT_NE(describe_held_memory(cpu).find("tensors hold " + std::to_string(memory_stats().live_bytes)),
+              std::string::npos);
+    // What is recorded goes by its op, that of its memory by the first that was recorded.
+    Tape tape;
+    const auto nothing = [](const OutputGrads&) { return std::vector<Tensor>{Tensor()}; };
+    const Variable x(Tensor::zeros({10}), true), y = record("an op", {x}, Tensor::zeros({200}), nothing),
+                                                 z = record("a view", {y}, y.value().slice(0, 0, 3), nothing);
+    EXPECT_EQ(held_by("an op").bytes, op.bytes + 800);
+    EXPECT_EQ(held_by("a view").bytes, 0);
+  }
+  EXPECT_EQ(held_by("fill").bytes, filled.bytes);
+  EXPECT_EQ(held_by("").blocks, nobody.blocks);
+  int64_t total = 0;
+  for (const HeldMemory& held : held_memory()) total += held.bytes;
+  EXPECT_EQ(total, memory_stats().live_bytes);
+}
+
 TEST(Memory, Errors) {
+  const Tensor held = Tensor::zeros({1 << 20});
   EXPECT_ERROR(Tensor::empty({int64_t{1} << 50}), Memory, "cannot allocate");
+  EXPECT_ERROR(Tensor::empty({int64_t{1} << 50}), Memory, " bytes on cpu; tensors hold ");
 }
 
 }  // namespace
