@@ -94,6 +94,7 @@ void count(ProfileScope& scope, const AttentionProblem& p, int64_t widths,
            std::initializer_list<const Tensor*> tensors) {
   if (!scope) return;
   for (const Tensor* tensor : tensors) scope.add(*tensor);
+  if (p.mask.rule().packed()) return;  // only the device knows their lengths
   scope.add_flops(2.0 * static_cast<double>(p.batch() * p.heads() * widths) *
                   static_cast<double>(p.mask.rule().map({p.queries(), p.keys(), p.batch()})->needed));
 }
@@ -203,6 +204,16 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
   const bool reference_only =
       options.backend == Backend::reference ||
       (options.backend == Backend::automatic && allowed_backends == std::vector{Backend::reference});
+  const detail::PackedDocuments* packed = problem.mask.rule().packed();
+  if (packed && (reference_only || q.device() == cpu || packed->lengths.device() == cpu)) {
+    problem.mask = packed->settled();
+    problem.mask.rule().check_shape({problem.queries(), problem.keys(), problem.batch()});
+    packed = nullptr;
+  }
+  if (packed)
+    check(packed->lengths.device() == q.device(), Error::Kind::Device,
+          "[attention] lengths of documents must be on ", q.device(), " as q, got ",
+          packed->lengths.device());
   if (reference_only) return detail::reference_attention(q, k, v, problem);
 
   const AttentionBackend& backend = choose(problem, options.backend);
@@ -214,6 +225,8 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
     ProfileScope scope("attention.forward", ScopeKind::kernel);
     count(scope, problem, problem.width() + problem.value_width(),
           {&problem.q, &problem.k, &problem.v, &out, &lse});
+    out.storage()->note_kernel("attention");
+    lse.storage()->note_kernel("attention");
     backend.forward(problem, out, lse);
   }
 
@@ -225,6 +238,8 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
     saved.emplace_back(term.value().value());
     terms.push_back(term.with(Variable()));
   }
+  // And the lengths of documents, from which backward's map is made.
+  if (packed) saved.emplace_back(packed->lengths);
   problem.q = problem.k = problem.v = Tensor();
   problem.bias.clear();
   auto results = record(
@@ -232,6 +247,7 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
       [=, run = backend.backward](const OutputGrads& grads) -> std::vector<Tensor> {
         AttentionProblem again = problem;
         again.q = saved[0].get(), again.k = saved[1].get(), again.v = saved[2].get();
+        if (saved.size() > 5 + terms.size()) saved.back().get();  // for the check of its version
         AttentionGradients g;
         g.out = saved[3].get(), g.lse = saved[4].get();
         g.d_out = grads[0].defined() ? unit_stride(grads[0]) : Tensor();
@@ -242,6 +258,8 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
         if (grads.wants(0)) g.dq = like(again.q);
         if (grads.wants(1)) g.dk = like(again.k);
         if (grads.wants(2)) g.dv = like(again.v);
+        for (const Tensor* gradient : {&g.dq, &g.dk, &g.dv})
+          if (gradient->defined()) gradient->storage()->note_kernel("attention.backward");
         std::vector<Tensor> constant_along_keys(terms.size());
         for (size_t i = 0; i < terms.size(); ++i) {
           const Tensor& value = saved[5 + i].get();

@@ -21,15 +21,7 @@ static_assert(sizeof(Atom) == 64 * sizeof(uint64_t) && std::is_trivially_copyabl
 
 // The words of one atom in the order of accumulators.
 void to_fragment(const Atom& atom, uint32_t* words) {
-  for (uint32_t t = 0; t < words_an_atom; ++t) {
-    uint32_t word = 0;
-    for (uint32_t bit = 0; bit < 32; ++bit) {
-      const uint32_t j = bit / 4, h = bit / 2 % 2, c = bit % 2;
-      const uint32_t row = 16 * (t / 32) + t % 32 / 4 + 8 * h, column = 8 * j + 2 * (t % 4) + c;
-      word |= static_cast<uint32_t>(atom[column] >> row & 1) << bit;
-    }
-    words[t] = word;
-  }
+  for (uint32_t t = 0; t < words_an_atom; ++t) words[t] = fragment_word(atom.data(), t);
 }
 
 SideView add_side(DeviceBlock& block, const SideMap& side, int64_t owners, int64_t others) {
@@ -124,6 +116,7 @@ const uint32_t* add_fragments(DeviceBlock& block, const std::vector<Atom>& atoms
 
 MapTable map_table(const torus::detail::AttentionProblem& problem) {
   const MaskRule& rule = problem.mask.rule();
+  if (rule.packed()) return document_table(problem);
   const std::array<int64_t, 5> key{problem.queries(), problem.keys(), rule.per_batch() ? problem.batch() : 0,
                                    rule.per_head() ? problem.heads() : 0, problem.q.device().index};
   const auto found = rule.device_maps(key, [&] {

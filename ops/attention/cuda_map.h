@@ -43,9 +43,24 @@ struct MapTable {
   __device__ const MapView& of(int64_t b, int64_t h) const { return views[b * batch_step + h * head_step]; }
 };
 
+/// Word t of an atom among `fragments`.
+__host__ __device__ inline uint32_t fragment_word(const uint64_t* atom, uint32_t t) {
+  uint32_t word = 0;
+  for (uint32_t bit = 0; bit < 32; ++bit) {
+    const uint32_t j = bit / 4, h = bit / 2 % 2, c = bit % 2;
+    const uint32_t row = 16 * (t / 32) + t % 32 / 4 + 8 * h, column = 8 * j + 2 * (t % 4) + c;
+    word |= static_cast<uint32_t>(atom[column] >> row & 1) << bit;
+  }
+  return word;
+}
+
 /// The map of a problem on its device: built and copied once, and kept with the mask. What a captured graph
 /// uses stays alive with the graph.
 MapTable map_table(const torus::detail::AttentionProblem& problem);
+
+/// The same for documents whose lengths are in a tensor on the device: made there, from what the tensor
+/// holds.
+MapTable document_table(const torus::detail::AttentionProblem& problem);
 
 /// Arrays one after another in device memory, made up on the host and copied at once.
 class DeviceBlock {

@@ -147,6 +147,7 @@ std::string refusal(const AttentionProblem& p) {
     return "it takes a positive scale, without biases, softcap and dropout";
   if (!mma::packs(p.q) || !mma::packs(p.k) || !mma::packs(p.v))
     return "rows of q, k and v must start at multiples of 16 bytes";
+  if (p.mask.rule().packed()) return "lengths of documents are known to the device alone";
   return "";
 }
 

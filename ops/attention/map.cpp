@@ -273,6 +273,7 @@ static constexpr int64_t most_bytes = int64_t{256} << 20;
 
 std::shared_ptr<const MaskMap> MaskRule::map(MaskShape shape) const {
   check_shape(shape);
+  if (const PackedDocuments* documents = packed()) return documents->settled().rule().map(shape);
   if (!per_batch()) shape.batch = 0;
   if (!per_head()) shape.head = 0;
   std::lock_guard lock(mutex_);

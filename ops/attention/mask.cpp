@@ -13,6 +13,7 @@ using detail::Candidates;
 using detail::MaskRule;
 using detail::MaskShape;
 using detail::OwnerOrder;
+using detail::PackedDocuments;
 using detail::PredicateRule;
 using detail::Side;
 using Range = Candidates::Range;
@@ -125,6 +126,81 @@ class DocumentRule final : public PredicateRule<DocumentRule> {
   }
 
   std::array<std::vector<int64_t>, 2> starts_;
+};
+
+// Documents packed into each sequence; the tokens after the last belong to none.
+class PackedRule final : public PredicateRule<PackedRule> {
+ public:
+  /// `starts`: of the documents of each batch element, then the end of the last; one element for all unless
+  /// `per_batch`.
+  PackedRule(std::vector<std::vector<int64_t>> starts, bool per_batch, bool causal)
+      : PredicateRule(per_batch, false), starts_(std::move(starts)), causal_(causal) {}
+
+  bool sees(const Query& q, const Key& k, const MaskShape& shape) const {
+    const auto& starts = of(shape);
+    return std::max(q.token, k.token) < starts.back() && (!causal_ || k.token <= q.token) &&
+           document_of(starts, q.token) == document_of(starts, k.token);
+  }
+  void check_shape(const MaskShape& s) const override {
+    for (const auto& starts : starts_)
+      check(starts.back() <= s.queries, Error::Kind::Shape, "[document] the documents have ", starts.back(),
+            " tokens, got ", s.queries);
+  }
+  Candidates candidates(Side side, std::span<const int64_t> owners, const MaskShape& shape) const override {
+    const auto& starts = of(shape);
+    const int64_t low = lowest(owners), high = std::min(highest(owners), starts.back() - 1);
+    if (low > high) return {};
+    const size_t first = document_of(starts, low), last = document_of(starts, high);
+    const int64_t from = starts[first], to = starts[last + 1];
+    const bool whole = first == last && high == highest(owners);
+    if (!causal_) return {{{from, to, whole}}, {}};
+    if (side == Side::query) return {{{from, low + 1, whole}, {low + 1, high + 1, false}}, {}};
+    return {{{low, high, false}, {high, to, whole}}, {}};
+  }
+
+ private:
+  const std::vector<int64_t>& of(const MaskShape& shape) const {
+    return starts_.at(per_batch() ? static_cast<size_t>(shape.batch) : 0);
+  }
+  static size_t document_of(const std::vector<int64_t>& starts, int64_t token) {
+    return static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), token) - starts.begin()) - 1;
+  }
+
+  std::vector<std::vector<int64_t>> starts_;
+  bool causal_;
+};
+
+// The same with lengths that may change: asks their mask of the moment.
+class TensorDocumentRule final : public MaskRule {
+ public:
+  TensorDocumentRule(const Tensor& lengths, bool causal) : MaskRule(lengths.dim() == 2, false) {
+    documents_.lengths = lengths;
+    documents_.causal = causal;
+  }
+  const PackedDocuments* packed() const override { return &documents_; }
+
+  void check_shape(const MaskShape& s) const override {
+    check(s.queries == s.keys, Error::Kind::Shape, "[document] expected as many keys as queries, got ",
+          s.keys, " and ", s.queries);
+    if (!per_batch()) return;
+    const int64_t count = documents_.lengths.size(0);
+    check(s.batches == 0 ? s.batch < count : s.batches == count, Error::Kind::Shape,
+          "[document] expected lengths of ", s.batches == 0 ? s.batch + 1 : s.batches,
+          " batch elements, got ", count);
+  }
+  bool allows(const MaskShape& shape, int64_t q, int64_t k) const override {
+    return documents_.settled().allows(q, k, shape.queries, shape.keys, shape.batch, shape.head);
+  }
+  Candidates candidates(Side side, std::span<const int64_t> owners, const MaskShape& shape) const override {
+    return documents_.settled().rule().candidates(side, owners, shape);
+  }
+  Atom bits(Side side, std::span<const int64_t> owners, std::span<const int64_t> others,
+            const MaskShape& shape) const override {
+    return documents_.settled().rule().bits(side, owners, others, shape);
+  }
+
+ private:
+  PackedDocuments documents_;
 };
 
 class PaddingRule final : public PredicateRule<PaddingRule> {
@@ -344,9 +420,29 @@ bool Mask::allows(int64_t q, int64_t k, int64_t queries, int64_t keys, int64_t b
   return rule_->allows(shape, q, k);
 }
 
-Mask operator&(const Mask& a, const Mask& b) { return make<CombinedRule>(Combination::both, a, b); }
-Mask operator|(const Mask& a, const Mask& b) { return make<CombinedRule>(Combination::either, a, b); }
-Mask operator!(const Mask& a) { return make<NotRule>(a); }
+namespace {
+void check_not_packed(std::initializer_list<const Mask*> masks) {
+  for (const Mask* mask : masks)
+    check(!mask->rule().packed(), Error::Kind::Value,
+          "[document] lengths in a tensor combine with `& causal()` alone; others need them as numbers");
+}
+}  // namespace
+
+Mask operator&(const Mask& a, const Mask& b) {
+  for (const auto& [mask, other] : {std::pair(&a, &b), std::pair(&b, &a)})
+    if (const auto* packed = mask->rule().packed(); packed && &other->rule() == &causal().rule())
+      return make<TensorDocumentRule>(packed->lengths, true);
+  check_not_packed({&a, &b});
+  return make<CombinedRule>(Combination::both, a, b);
+}
+Mask operator|(const Mask& a, const Mask& b) {
+  check_not_packed({&a, &b});
+  return make<CombinedRule>(Combination::either, a, b);
+}
+Mask operator!(const Mask& a) {
+  check_not_packed({&a});
+  return make<NotRule>(a);
+}
 
 // Masks without parameters have one rule for the whole process, so that all layers share its maps.
 Mask full() {
@@ -376,6 +472,32 @@ Mask sliding_window(int64_t left, int64_t right, Align align) {
 Mask document(std::vector<int64_t> lengths, std::vector<int64_t> key_lengths) {
   if (key_lengths.empty()) key_lengths = lengths;
   return make<DocumentRule>(lengths, key_lengths);
+}
+
+Mask document(const Tensor& lengths) {
+  check(lengths.dtype() == i64 || lengths.dtype() == i32, Error::Kind::DType,
+        "[document] lengths must be i64 or i32, got ", lengths.dtype());
+  check(lengths.dim() == 1 || lengths.dim() == 2, Error::Kind::Shape,
+        "[document] lengths must be [D] or [B, D], got ", lengths.shape());
+  check(lengths.is_contiguous(), Error::Kind::Shape,
+        "[document] lengths must be contiguous, as they are read again at each use");
+  return make<TensorDocumentRule>(lengths, false);
+}
+
+Mask detail::PackedDocuments::settled() const {
+  std::lock_guard lock(mutex_);
+  // What replays of a captured step write to a device changes no version.
+  if (settled_ && lengths.device() == cpu && version_ == lengths.version()) return *settled_;
+  version_ = lengths.version();
+  const auto values = lengths.to_vector<int64_t>();
+  std::vector<std::vector<int64_t>> starts(static_cast<size_t>(per_batch() ? lengths.size(0) : 1), {0});
+  auto next = values.begin();
+  for (auto& of_one : starts)
+    for (int64_t i = 0; i < documents(); ++i) {
+      check(*next >= 0, Error::Kind::Value, "[document] a length must be at least 0, got ", *next);
+      of_one.push_back(of_one.back() + *next++);
+    }
+  return settled_.emplace(make<PackedRule>(std::move(starts), per_batch(), causal));
 }
 
 Mask padding(std::vector<int64_t> lengths) { return make<PaddingRule>(std::move(lengths)); }

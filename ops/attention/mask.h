@@ -2,6 +2,8 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -64,6 +66,12 @@ Mask sliding_window(int64_t left, int64_t right, Align align);
 /// Documents packed one after another: a token sees those of its own document. `key_lengths`: of the keys, if
 /// they are others (cross-attention); as many documents.
 Mask document(std::vector<int64_t> lengths, std::vector<int64_t> key_lengths = {});
+/// The same with lengths in a tensor [D] or, for each batch element its own, [B, D], of i64 or i32, that may
+/// change from one use to the next: a CUDA device makes the map itself each time, also in a captured step. As
+/// many keys as queries; a length of 0 is no document, and tokens after the last one see nothing and are seen
+/// by none. Combines with causal() alone. Lengths below 0, or of more than all tokens together, throw (on a
+/// device when the host next waits).
+Mask document(const Tensor& lengths);
 /// In batch element b, every query sees the first lengths[b] keys.
 Mask padding(std::vector<int64_t> lengths);
 /// Every query sees the first `length` keys, and further ones up to its own place. As many keys as queries.
@@ -108,6 +116,20 @@ struct MaskCosts {
 MaskCosts mask_costs(const Mask& mask, int64_t queries, int64_t keys, int64_t batch = 0, int64_t head = 0);
 
 namespace detail {
+
+struct PackedDocuments {
+  Tensor lengths;  // [D] or [B, D], contiguous
+  bool causal = false;
+  /// The mask of the lengths that the tensor now holds, and that no longer change. Waits for their device.
+  Mask settled() const;
+  int64_t documents() const { return lengths.size(-1); }
+  bool per_batch() const { return lengths.dim() == 2; }
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::optional<Mask> settled_;
+  mutable uint64_t version_ = 0;  // of the lengths that these are
+};
 
 /// The entry of an axis in a list that holds one an axis, one for all, or none.
 template <class T>

@@ -86,6 +86,7 @@ struct Candidates {
 };
 
 struct MaskMap;
+struct PackedDocuments;
 
 /// A mask's predicate, and the arithmetic that finds candidates without trying every pair. Immutable, except
 /// for the cache of maps, which dies with it.
@@ -104,6 +105,9 @@ class MaskRule {
   /// At most 64 owners and 64 others; bits beyond them are 0.
   virtual Atom bits(Side side, std::span<const int64_t> owners, std::span<const int64_t> others,
                     const MaskShape& shape) const = 0;
+
+  /// Documents whose lengths are in a tensor, if this is a mask of such: its map is made when it is used.
+  virtual const PackedDocuments* packed() const { return nullptr; }
 
   /// Whether batch elements, heads, have maps of their own.
   bool per_batch() const { return per_batch_; }

@@ -390,6 +390,87 @@ TEST_F(CudaAttention, CapturedStepsDrawAnew) {
   EXPECT_NE(ran.of[0].to_vector<float>(), ran.of[3].to_vector<float>());
 }
 
+// Their map is made on the device, in ordinary runs and in replays, of lengths that change before each.
+TEST_F(CudaAttention, DocumentsOfChangingLengths) {
+  for (const Backend backend : {Backend::cuda_simt, Backend::cuda_mma})
+    for (const bool per_batch : {false, true})
+      for (const bool is_causal : {false, true}) {
+        const DType dtype = backend == Backend::cuda_simt ? f32 : bf16;
+        Case c{.batch = 2,
+               .heads = 2,
+               .kv_heads = 1,
+               .queries = 300,
+               .keys = 300,
+               .width = 32,
+               .value_width = 32};
+        const Leaves l = random_leaves(c, dtype, 20);
+        const Leaves wide{l.q.to(f32), l.k.to(f32), l.v.to(f32), l.d_out.to(f32), l.d_lse};
+        Tensor lengths = Tensor::zeros(per_batch ? Shape{2, 6} : Shape{6}, per_batch ? i64 : i32, cuda);
+        const auto masked = [&](const Tensor& of) {
+          return is_causal ? document(of) & causal() : document(of);
+        };
+        const Mask mask = masked(lengths);
+        const Tensor operands[] = {l.q.to(cuda), l.k.to(cuda), l.v.to(cuda), l.d_out.to(cuda),
+                                   l.d_lse.to(cuda)};
+        std::vector<Tensor> kept;
+        for (int i : {3, 4, 0, 1, 2})
+          kept.push_back(Tensor::zeros(operands[i].shape(), operands[i].dtype(), cuda));
+        CapturedStep step(cuda, [&] {
+          Tape tape;
+          std::vector<Variable> leaves;
+          for (int i = 0; i < 3; ++i) leaves.emplace_back(operands[i], true);
+          const auto [out, lse] =
+              attention(leaves[0], leaves[1], leaves[2], {.mask = mask, .backend = backend});
+          tape.backward({out, lse}, {operands[3], operands[4]});
+          kept[0].copy_(out.value());
+          kept[1].copy_(lse.value());
+          for (size_t i = 0; i < 3; ++i) kept[2 + i].copy_(leaves[i].grad());
+        });
+        MaskMaker random(4);
+        for (int i = 0; i < 8; ++i) {
+          std::vector<int64_t> values;
+          while (values.size() < static_cast<size_t>(lengths.numel())) {
+            int64_t left = c.queries;
+            for (int64_t n = 0; n < 6; ++n) {
+              values.push_back(i == 0                 ? 50
+                               : random.below(5) == 0 ? 0
+                                                      : std::min(left, 1 + random.below(160)));
+              left -= values.back();
+            }
+          }
+          lengths.copy_(Tensor::from(values, lengths.shape()));
+          step();
+          Outcome got;
+          for (const Tensor& x : kept) got.of.push_back(x.to(cpu).to(f32));
+          c.options.mask = masked(lengths.to(cpu));
+          const Outcome expected = run(c, wide, Backend::cpu, cpu);
+          SCOPED_TRACE(std::string(name(backend)) + (per_batch ? " each" : " all") +
+                       (is_causal ? " causal " : " ") + std::to_string(i));
+          expect_near(got, expected, dtype == f32 ? 1e-5 : 2e-2);
+        }
+        EXPECT_TRUE(step.captured()) << step.why_not();
+      }
+}
+
+TEST_F(CudaAttention, DocumentsWhoseLengthsCannotBe) {
+  Case c{.queries = 100, .keys = 100, .width = 8, .value_width = 8};
+  const Leaves l = random_leaves(c, f32, 21);
+  Tensor lengths = Tensor::from<int64_t>({60, 60}).to(cuda);
+  c.options.mask = document(lengths);
+  EXPECT_ERROR(run(c, l, Backend::cuda_simt, cuda), Value,
+               "[document] the sum of lengths 120 is outside [0, 101)");
+  lengths.copy_(Tensor::from<int64_t>({60, -2}));
+  EXPECT_ERROR(run(c, l, Backend::cuda_simt, cuda), Value, "[document] a length of -2 is outside [0, 101)");
+  lengths.copy_(Tensor::from<int64_t>({60, 40}));
+  run(c, l, Backend::cuda_simt, cuda);
+  // Backward needs them as they were.
+  Tape tape;
+  const Variable q(l.q.to(cuda), true), k(l.k.to(cuda)), v(l.v.to(cuda));
+  const Variable out = attention(q, k, v, {.mask = c.options.mask}).out;
+  lengths.fill_(50);
+  EXPECT_ERROR(tape.backward({out}, {l.d_out.to(cuda)}), Version, "attention");
+}
+
 TEST_F(CudaAttention, ReferenceRunsOnTheDevice) {
   MaskMaker maker(77);
   std::string text;

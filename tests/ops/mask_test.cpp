@@ -160,6 +160,62 @@ TEST(MaskMap, CoversEachAllowedPairOnce) {
   }
 }
 
+// Lengths in a tensor: as the same documents of numbers, then as others.
+TEST(Mask, DocumentsOfATensor) {
+  Tensor lengths = Tensor::from<int64_t>({70, 0, 3, 130, 90, 60, 0, 0}, {2, 4});
+  const int64_t n = 210;
+  for (bool is_causal : {false, true}) {
+    const Mask mask = is_causal ? causal() & document(lengths) : document(lengths);
+    const auto check = [&](int64_t batch, const std::vector<int64_t>& expected, int64_t tokens) {
+      SCOPED_TRACE(std::to_string(batch) + (is_causal ? " causal" : ""));
+      expect_covers(mask, {n, n, 2, batch});
+      const Mask same = document(expected);
+      for (int64_t q = 0; q < n; ++q)
+        for (int64_t k = 0; k < n; ++k)
+          ASSERT_EQ(mask.allows(q, k, n, n, batch),
+                    q < tokens && k < tokens && same.allows(q, k, n, n) && (!is_causal || k <= q));
+    };
+    lengths.copy_(Tensor::from<int64_t>({70, 0, 3, 130, 90, 60, 0, 0}, {2, 4}));
+    check(0, {70, 3, 130, 7}, 203);
+    check(1, {90, 60, 60}, 150);
+    EXPECT_EQ(mask_costs(mask, n, n, 1).needed, is_causal ? 90 * 91 / 2 + 60 * 61 / 2 : 90 * 90 + 60 * 60);
+    lengths.copy_(Tensor::from<int64_t>({64, 64, 64, 18, 0, 0, 0, 0}, {2, 4}));
+    check(0, {64, 64, 64, 18}, 210);
+    check(1, {210}, 0);
+    lengths.fill_(60);
+    EXPECT_EQ(message_of([&] {
+                mask.rule().map({n, n, 2, 0});
+              }),
+              "[document] the documents have 240 tokens, got 210");
+    lengths.fill_(-1);
+    EXPECT_EQ(message_of([&] {
+                mask.rule().map({n, n, 2, 0});
+              }),
+              "[document] a length must be at least 0, got -1");
+  }
+  const Mask mask = document(lengths);
+  for (const auto& combined : {+[](const Mask& m) { return m & sliding_window(3, 3); },
+                               +[](const Mask& m) { return full() | m; }, +[](const Mask& m) { return !m; }})
+    EXPECT_EQ(message_of([&] { combined(mask); }),
+              "[document] lengths in a tensor combine with `& causal()` alone; others need them as numbers");
+  EXPECT_EQ(message_of([&] { document(lengths.to(f32)); }), "[document] lengths must be i64 or i32, got f32");
+  EXPECT_EQ(message_of([&] { document(lengths.transpose(0, 1)); }),
+            "[document] lengths must be contiguous, as they are read again at each use");
+  EXPECT_EQ(message_of([&] {
+              mask.rule().map({n, n, 3, 0});
+            }),
+            "[document] expected lengths of 3 batch elements, got 2");
+}
+
+TEST(Mask, AttentionFollowsLengthsOfATensor) {
+  Tensor lengths = Tensor::from<int64_t>({40, 30, 100, 0}, {2, 2}).to(i32);
+  Case c{.batch = 2, .heads = 2, .queries = 100, .keys = 100, .width = 5, .value_width = 4};
+  c.options.mask = document(lengths) & causal();
+  expect_fused_equals_reference(c, 1);
+  lengths.fill_(33);
+  expect_fused_equals_reference(c, 2);
+}
+
 TEST(MaskMap, CausalAtAMillionTokensIsSmall) {
   const int64_t n = 1 << 20;
   const auto start = std::chrono::steady_clock::now();
