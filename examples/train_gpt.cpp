@@ -21,7 +21,7 @@ namespace {
 using Settings = std::map<std::string, std::string>;
 
 struct Options {
-  std::string preset, task = "text", vocabulary = "characters", dtype = "f32";
+  std::string preset, task = "text", vocabulary = "characters", dtype = "f32", optimizer = "adamw";
   int64_t layers = 0, heads = 0, width = 0, context = 0, batch = 0, steps = 0, seed = 1;
   double lr = 0, dropout = 0;
   // What a resumed run is free to change:
@@ -77,6 +77,9 @@ const std::map<std::string, Settings> presets = {
       {"lr", "0.001"}}},
 };
 
+// Presets give the learning rate of AdamW; others take so many times that.
+const std::map<std::string, double> rate_factors = {{"adamw", 1}, {"lion", 0.1}, {"muon", 7}, {"sgd", 30}};
+
 // A flag whose value decides what is trained and how: a preset or a checkpoint may give it, and a run that
 // resumes shares it with the one that saved.
 struct Flag {
@@ -108,10 +111,11 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
       {"context", "tokens seen at once", &o.context},
       {"batch", "sequences in a step", &o.batch},
       {"steps", "steps of the whole schedule", &o.steps},
+      {"optimizer", "adamw (default), lion, muon, or sgd with momentum", &o.optimizer},
       {"lr", "highest learning rate; it warms up, then falls to 0 along a cosine", &o.lr},
       {"dropout", "probability of dropping", &o.dropout},
       {"seed", "of weights, batches and dropout", &o.seed},
-      {"dtype", "f32 (default), f64, or bf16 with weights kept in f32", &o.dtype},
+      {"dtype", "f32 (default), f64, or bf16 or f16 with weights kept in f32", &o.dtype},
   };
   for (Flag& flag : flags)
     flag.option = std::visit([&](auto* value) { return app.add_option("--" + flag.name, *value, flag.help); },
@@ -122,7 +126,8 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
   limit("preset", CLI::IsMember({"nano", "toy", "char", "gpt2", "addition"}));
   limit("task", CLI::IsMember({"text", "addition"}));
   limit("vocabulary", CLI::IsMember({"characters", "bytes"}));
-  limit("dtype", CLI::IsMember({"f32", "f64", "bf16"}));
+  limit("dtype", CLI::IsMember({"f32", "f64", "bf16", "f16"}));
+  limit("optimizer", CLI::IsMember({"adamw", "lion", "muon", "sgd"}));
   for (const char* name : {"layers", "heads", "width", "context", "batch", "steps", "lr"})
     limit(name, CLI::PositiveNumber);
   limit("seed", CLI::NonNegativeNumber);
@@ -153,6 +158,7 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
 void take_settings(std::vector<Flag>& flags, const Settings& saved, const std::string& path) {
   for (Flag& flag : flags) {
     const auto found = saved.find(flag.name);
+    if (found == saved.end() && flag.name == "optimizer") continue;  // as it was before there were others
     check(found != saved.end(), Error::Kind::File, path, " does not say its --", flag.name,
           ": train_gpt did not write it");
     if (!flag.given() && flag.text() != found->second) flag.set(found->second);
@@ -167,8 +173,10 @@ void take_preset(std::vector<Flag>& flags, Options& options) {
   if (options.preset.empty()) options.preset = options.task == "text" ? "nano" : options.task;
   const Settings& preset = presets.at(options.preset);
   for (Flag& flag : flags)
-    if (const auto found = preset.find(flag.name); found != preset.end() && !flag.given())
+    if (const auto found = preset.find(flag.name); found != preset.end() && !flag.given()) {
       flag.set(found->second);
+      if (flag.name == "lr") options.lr *= rate_factors.at(options.optimizer);
+    }
 }
 
 // A run of two minutes must not end with the news that it cannot be saved.
@@ -180,11 +188,21 @@ void check_can_save(const std::filesystem::path& path) {
 
 // ------------------------------------------------------------------------------------------------ training
 
+std::unique_ptr<Optimizer> make_optimizer(const std::string& name, const GPT& model) {
+  const std::vector<NamedParameter> parameters = model.named_parameters();
+  if (name == "lion") return std::make_unique<Lion>(parameters);
+  if (name == "muon") return std::make_unique<Muon>(parameters, MuonOptions{.weight_decay = 0.1});
+  if (name == "sgd") return std::make_unique<SGD>(parameters, SGDOptions{.momentum = 0.9, .nesterov = true});
+  return std::make_unique<AdamW>(parameters, AdamWOptions{.beta2 = 0.99, .weight_decay = 0.1});
+}
+
 // Takes steps. On a CUDA device they are captured and replayed, and nobody waits for their losses.
 class Trainer {
  public:
-  Trainer(GPT& model, AdamW& optimizer, const Options& options, Device device)
+  /// `scale`: of the loss, null for none.
+  Trainer(GPT& model, Optimizer& optimizer, LossScale* scale, const Options& options, Device device)
       : optimizer_(optimizer),
+        scale_(scale),
         inputs_(Tensor::zeros({options.batch, options.context}, i64, device)),
         targets_(inputs_.clone()),
         last_(Tensor::zeros({2}, f64, device)),
@@ -192,12 +210,18 @@ class Trainer {
         step_(device, [this, &model] {
           Tape tape;
           const Variable loss = model.loss(inputs_, targets_);
-          tape.backward(loss);
+          if (!scale_) {
+            tape.backward(loss);
+          } else {
+            tape.backward(loss, {.seed = scale_->tensor().to(loss.dtype())});
+          }
           const Tensor norm = grad_norm(model.parameters());
-          optimizer_.step({.grad_norm = norm, .max_norm = 1});
+          optimizer_.step(
+              {.grad_norm = norm, .max_norm = 1, .loss_scale = scale_ ? scale_->tensor() : Tensor()});
+          if (scale_) scale_->update(norm);
           optimizer_.zero_grad();
           last_.select(0, 0).copy_(loss.value());
-          last_.select(0, 1).copy_(norm);
+          last_.select(0, 1).copy_(scale_ ? scale_->tensor() : norm);
         }) {}
 
   void step(const Batch& batch, double lr) {
@@ -217,7 +241,9 @@ class Trainer {
     std::vector<double> result;
     const auto taken = static_cast<size_t>(std::exchange(taken_, 0));
     for (size_t i = 0; i < taken; ++i) {
-      check(std::isfinite(numbers[2 * i + 1]), Error::Kind::Value,
+      // Steps whose scaled gradient overflows are skipped, and the scale falls, but not for ever.
+      const double norm_or_scale = numbers[2 * i + 1];
+      check(scale_ ? norm_or_scale > 0x1p-24 : std::isfinite(norm_or_scale), Error::Kind::Value,
             "the gradient is not finite; try a lower --lr");
       result.push_back(numbers[2 * i]);
     }
@@ -225,9 +251,10 @@ class Trainer {
   }
 
  private:
-  AdamW& optimizer_;
+  Optimizer& optimizer_;
+  LossScale* scale_;
   Tensor inputs_, targets_;
-  Tensor last_, recent_;  // loss and norm
+  Tensor last_, recent_;  // loss, and norm or scale
   CapturedStep step_;
   int64_t taken_ = 0;  // steps in recent_
 };
@@ -248,14 +275,18 @@ double flops_per_token(const GPT& model) {
 }
 
 // From step `step` and batch `position` to the end, or to where time or Ctrl-C stops it. False after Ctrl-C.
-bool train(GPT& model, AdamW& optimizer, const Task& task, const Options& options, const Settings& settings,
-           Device device, int64_t step, int64_t position) {
+bool train(GPT& model, Optimizer& optimizer, LossScale* scale, const Task& task, const Options& options,
+           const Settings& settings, Device device, int64_t step, int64_t position) {
   JsonLog log(options.log, step > 0);
   Prefetcher batches([&](int64_t index) { return task.batch(index); }, position);
   const auto save = [&] {
     Checkpoint checkpoint = make_checkpoint(model, optimizer);
     checkpoint.vocabulary = task.code_points();
     checkpoint.settings = settings;
+    if (scale) {
+      const auto state = scale->state().to_vector<double>();
+      checkpoint.settings["loss_scale"] = to_text(state[0]) + " " + to_text(state[1]);
+    }
     checkpoint.step = step;
     checkpoint.loader_position = batches.position();
     save_checkpoint(options.save, checkpoint);
@@ -263,19 +294,25 @@ bool train(GPT& model, AdamW& optimizer, const Task& task, const Options& option
 
   const Interrupt interrupt;
   Progress progress(step, options.steps, options.batch * options.context);
-  Trainer trainer(model, optimizer, options, device);
+  Trainer trainer(model, optimizer, scale, options, device);
   std::vector<double> rates;  // of the steps whose losses are not known yet
   bool stopped = false;
   std::optional<Profiler> profiler;
-  const int64_t profile_from = step + 5, profile_to = step + 25;  // when all is warm
+  constexpr int profiled_steps = 20;
+  const int64_t profile_from = step + 5, profile_to = profile_from + profiled_steps;  // when all is warm
   while (step < options.steps && !stopped) {
     if (!options.profile.empty() && step == profile_from) profiler.emplace();
     if (profiler && step == profile_to) {
       profiler->stop();
       profiler->write_trace(options.profile);
+      const ProfileSummary summary = profiler->summary();
       std::ostringstream table;
-      table << profiler->summary();
+      table << summary;
       progress.note(table.str());
+      if (summary.device_kernels > 0)
+        progress.note(format("a step: %.1f kernels, %.3f ms of the device's time",
+                             double(summary.device_kernels) / profiled_steps,
+                             summary.device_seconds * 1e3 / profiled_steps));
       profiler.reset();
     }
     const double lr =
@@ -363,20 +400,30 @@ int run(Options& options, std::vector<Flag>& flags) {
              .dropout = options.dropout,
              .dtype = options.dtype == "f64"    ? f64
                       : options.dtype == "bf16" ? bf16
+                      : options.dtype == "f16"  ? f16
                                                 : f32});
   const Device device = options.device == "cuda" ? cuda : cpu;
   model.to(device);
-  AdamW optimizer(model.named_parameters(), {.beta2 = 0.99, .weight_decay = 0.1});
+  const std::unique_ptr<Optimizer> optimizer = make_optimizer(options.optimizer, model);
+  std::optional<LossScale> scale;
+  if (options.dtype == "f16") scale.emplace(LossScaleOptions{}, device);
   std::printf("model: %ld layers, %ld heads, width %ld, context %ld, %.2f M parameters\n",
               long(options.layers), long(options.heads), long(options.width), long(options.context),
               double(model.parameter_count()) / 1e6);
   // An untrained model's loss is to be compared with the last one; its sums are wrong, all of them.
   const double untrained = evaluate(model, *task, options.task == "addition");
   std::printf("untrained: %s\n", task->describe(untrained).c_str());
-  if (saved) restore(*saved, model, optimizer);
+  if (saved) {
+    restore(*saved, model, *optimizer);
+    if (const auto found = saved->settings.find("loss_scale"); scale && found != saved->settings.end()) {
+      double state[2] = {};
+      std::istringstream(found->second) >> state[0] >> state[1];
+      scale->set_state(Tensor::from<double>({state[0], state[1]}));
+    }
+  }
 
-  const bool ended = train(model, optimizer, *task, options, settings, device, saved ? saved->step : 0,
-                           saved ? saved->loader_position : 0);
+  const bool ended = train(model, *optimizer, scale ? &*scale : nullptr, *task, options, settings, device,
+                           saved ? saved->step : 0, saved ? saved->loader_position : 0);
   if (!ended) return 128 + SIGINT;
   model.train(false);
   Generator generator(static_cast<uint64_t>(options.seed));

@@ -360,32 +360,39 @@ Muon::Muon(std::vector<NamedParameter> parameters, const MuonOptions& o)
 }
 
 void Muon::update(std::span<StepItem> items, const StepNumbers& numbers) {
-  if (device_of(items).kind != DeviceKind::cpu)
-    SynchronizationProbe::note("Muon, which takes the learning rate on the host");
   std::vector<StepItem> others;
-  const NoGrad only_values;
-  const double factor = gradient_factor(numbers);
-  if (std::isnan(factor)) return;
+  // The steps that surround the orthogonalisation are those of SGD: one from 0, uphill at rate 1, gives the
+  // direction and counts t; another takes it from the parameter.
+  StepNumbers uphill = numbers;
+  uphill.lr = [] { return -1.0; };
+  StepNumbers along{.lr = numbers.lr,
+                    .grad_norm = numbers.grad_norm,
+                    .max_norm = std::numeric_limits<double>::infinity(),
+                    .grad_scale = 1,
+                    .loss_scale = {},
+                    .steps = {}};
+  if (numbers.steps.defined()) along.steps = Tensor::zeros({1}, f64, numbers.steps.device());
   for (StepItem& item : items) {
     if (item.second.defined()) {
       others.push_back(item);
       others.back().lr_scale *= options_.adam_lr_scale;
       continue;
     }
-    Tensor value = item.value;
-    const double lr = numbers.lr() * item.lr_scale;
-    const Variable g = Variable(item.grad.to(value.dtype())) * factor;
-    const Variable moment = Variable(item.first) * options_.momentum + g;
-    item.first.copy_(moment.value());
-    const Variable direction(
-        orthogonalized((options_.nesterov ? g + moment * options_.momentum : moment).value()));
+    const Tensor& value = item.value;
+    StepItem first = item, second = item;
+    first.value = Tensor::zeros(value.shape(), value.dtype(), value.device());
+    first.narrow = Tensor();
+    first.grad = item.grad.to(value.dtype());
+    first.lr_scale = 1, first.decay = 0;
+    sgd_kernel(value.device(), {&first, 1}, uphill, {options_.momentum, options_.nesterov});
     const auto rows = static_cast<double>(value.size(0)), columns = static_cast<double>(value.size(1));
-    const double scale = lr * std::sqrt(std::max(1.0, rows / columns));
-    value.copy_((Variable(value) * (1 - lr * item.decay) - direction * scale).value());
+    const double stretch = std::sqrt(std::max(1.0, rows / columns));
+    second.narrow = second.first = Tensor();
+    second.grad = orthogonalized(first.value);
+    second.lr_scale *= stretch, second.decay /= stretch;
+    second.index = 0;
+    sgd_kernel(value.device(), {&second, 1}, along, {0, false});
     if (item.narrow.defined()) item.narrow.copy_(value);
-    if (!numbers.steps.defined()) continue;
-    Tensor counted = numbers.steps.slice(0, item.index, item.index + 1);
-    add_into(counted, Tensor::full({1}, 1, f64, counted.device()));
   }
   if (others.empty()) return;
   adamw_kernel(device_of(others), others, numbers,

@@ -53,7 +53,7 @@ struct StepOptions {
 /// The state is kept in the dtype that is stepped. Bits are the same for any thread count. A parameter decays
 /// where `decays` says so; the first of `groups` that contains it scales its learning rate and decay. On CUDA
 /// a step is a few kernels however many parameters there are; captured, it goes on with `lr` and t as they
-/// are at each replay, as long as this object lives (but for Muon, which computes with both on the host).
+/// are at each replay, as long as this object lives.
 class Optimizer {
  public:
   virtual ~Optimizer() = default;

@@ -95,6 +95,9 @@ class LossScale {
   /// After each step, given the norm of its gradients. If it is not finite, the step was skipped and the
   /// scale is divided by `growth`; after `interval` good steps in line, multiplied.
   void update(const Tensor& grad_norm);
+  /// [2] of f64, the scale and the good steps since it changed: what a run that goes on needs.
+  Tensor state() const { return state_; }
+  void set_state(const Tensor& state) { state_.copy_(state); }
   /// The same by the host: whether the gradients are all finite, which is returned.
   bool update(bool finite);
 

@@ -120,7 +120,9 @@ TEST_F(TrainGpt, TrainsOnItsOwnSources) {
 
 TEST_F(TrainGpt, ResumesBitForBit) {
   const std::vector<std::string> kinds = {"--text text.txt --dropout 0.1 --vocabulary bytes",
-                                          "--text text.txt --context 8 --dtype f64"};
+                                          "--text text.txt --context 8 --dtype f64",
+                                          "--text text.txt --context 8 --dtype f16 --optimizer muon",
+                                          "--text text.txt --context 8 --optimizer lion"};
   for (const std::string& kind : kinds) {
     const std::string flags = kind + " --steps 40 --seed 3 --eval-every 10 --log ";
     const std::string size = " --layers 1 --heads 2 --width 8 --batch 4 --threads 2";
@@ -138,6 +140,17 @@ TEST_F(TrainGpt, ResumesBitForBit) {
     EXPECT_EQ(again.status, 0) << again.error;
     EXPECT_EQ(again.out.substr(again.out.rfind('\n', again.out.size() - 2)),
               last.out.substr(last.out.rfind('\n', last.out.size() - 2)));
+  }
+}
+
+TEST_F(TrainGpt, LearnsByAnyOptimizer) {
+  for (const char* optimizer : {"adamw", "lion", "muon", "sgd"}) {
+    const Outcome result =
+        run("--text text.txt --steps 100 --log log.jsonl --optimizer " + (optimizer + tiny));
+    EXPECT_EQ(result.status, 0) << result.error;
+    const auto logged = losses("log.jsonl");
+    ASSERT_EQ(logged.size(), 100u);
+    EXPECT_LT(std::stod(logged.back()), 0.95 * std::stod(logged.front())) << optimizer;
   }
 }
 
@@ -201,7 +214,8 @@ TEST_F(TrainGpt, RefusesBadFlags) {
   expect_refused("--steps 0", "--steps");
   expect_refused("--batch -4", "--batch");
   expect_refused("--preset huge", "--preset");
-  expect_refused("--dtype f16", "--dtype");
+  expect_refused("--dtype f8", "--dtype");
+  expect_refused("--optimizer adam", "--optimizer");
   expect_refused("--dropout 2", "--dropout");
   expect_refused("--text text.txt --width 10 --heads 4", "10 channels do not divide into 4 heads");
   expect_refused("--task addition --text text.txt", "--text is not for --task addition");
@@ -235,6 +249,7 @@ TEST_F(TrainGpt, RefusesBadCheckpoints) {
   expect_refused("--resume a.h5 --steps 4", "--steps 4 is at odds");
   expect_refused("--resume a.h5 --preset toy", "--preset toy is at odds with a.h5, which was made with nano");
   expect_refused("--resume a.h5 --task addition", "--task addition is at odds");
+  expect_refused("--resume a.h5 --optimizer muon", "--optimizer muon is at odds with a.h5");
   write_file(folder / "other.txt", read_file(folder / "text.txt") + "x");
   expect_refused("--resume a.h5 --text other.txt", "the text is not the one that a.h5 was trained on");
   EXPECT_EQ(run("--resume a.h5 --text text.txt --width 16 --preset nano --lr 3e-3").status, 0)

@@ -1,6 +1,7 @@
 // Optimizers, clipping and master weights on CUDA against the CPU.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 
 #include "core/expect_error.h"
@@ -59,6 +60,10 @@ void set_gradients(std::vector<NamedParameter>& parameters, int step, Device dev
   }
 }
 
+bool is_matrix(const NamedParameter& entry) {
+  return entry.parameter.dim() == 2 && std::min(entry.parameter.size(0), entry.parameter.size(1)) > 2;
+}
+
 std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
                                           const std::vector<NamedParameter>& parameters) {
   const std::vector<ParameterGroup> groups = {
@@ -66,6 +71,10 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
   if (name == "adamw")
     return std::make_unique<AdamW>(parameters,
                                    AdamWOptions{.lr = 0.01, .weight_decay = 0.1, .groups = groups});
+  if (name == "muon")
+    return std::make_unique<Muon>(
+        parameters,
+        MuonOptions{.lr = 0.01, .weight_decay = 0.1, .groups = groups, .orthogonalizes = is_matrix});
   if (name == "lion") return std::make_unique<Lion>(parameters, LionOptions{.lr = 0.01, .groups = groups});
   return std::make_unique<SGD>(parameters, SGDOptions{.lr = 0.01,
                                                       .momentum = name == "sgd" ? 0 : 0.9,
@@ -104,7 +113,7 @@ Trained train(const std::string& name, DType dtype, Device device) {
 }
 
 TEST_F(OptimCuda, TrajectoriesAreThoseOfTheCpu) {
-  for (const char* name : {"adamw", "sgd", "momentum", "nesterov", "lion"})
+  for (const char* name : {"adamw", "sgd", "momentum", "nesterov", "lion", "muon"})
     for (DType dtype : {f64, f32, f16, bf16}) {
       const Trained expected = train(name, dtype, cpu), got = train(name, dtype, cuda),
                     again = train(name, dtype, cuda);
@@ -182,7 +191,7 @@ TEST_F(OptimCuda, StatesMoveBetweenDevices) {
 
 // A captured step takes the learning rate, t and the skipping from each replay.
 TEST_F(OptimCuda, CapturedStepsAreTheSteps) {
-  for (const char* name : {"adamw", "momentum", "lion"}) {
+  for (const char* name : {"adamw", "momentum", "lion", "muon"}) {
     auto eager = make_parameters(bf16, cuda), replayed = make_parameters(bf16, cuda);
     const auto first = make_optimizer(name, eager), second = make_optimizer(name, replayed);
     set_gradients(eager, 0, cuda);
