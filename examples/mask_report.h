@@ -9,12 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "mask_flags.h"
 #include "png.h"
-
-struct MaskSize {
-  int64_t queries, keys;
-  std::vector<int64_t> grid = {};  // of the keys, to draw windows on; empty: none
-};
 
 /// One character a pair: rows are queries, columns keys. With a grid of two axes, also the windows of three
 /// queries.

@@ -96,6 +96,8 @@ Variable var(const Variable& x, const std::vector<int>& axes = {}, bool keep = f
 
 // Along one axis. A slice that is -inf throughout gives NaN, as its definition does.
 Variable softmax(const Variable& x, int axis = -1);
+/// x = softmax(x), in place, of a contiguous tensor that no tape has saved. Returns x.
+Tensor& softmax_(Tensor& x, int axis = -1);
 Variable log_softmax(const Variable& x, int axis = -1);
 /// log(sum(exp(x))). A slice that is -inf throughout gives -inf and zero gradients.
 Variable logsumexp(const Variable& x, int axis = -1, bool keep = false);

@@ -241,6 +241,13 @@ Variable softmax_of(const char* op, const Variable& x, int axis, bool logarithm)
 }  // namespace
 
 Variable softmax(const Variable& x, int axis) { return softmax_of("softmax", x, axis, false); }
+Tensor& softmax_(Tensor& x, int axis) {
+  check_floating("softmax_", x);
+  check(x.is_contiguous(), Error::Kind::Shape, "[softmax_] x must be contiguous, got strides ", x.strides());
+  // Each slice is read before it is written, and each element by the thread that writes it.
+  forward_kernel(x.device(), x, x, checked_axis("softmax_", axis, x.dim()), false);
+  return x;
+}
 Variable log_softmax(const Variable& x, int axis) { return softmax_of("log_softmax", x, axis, true); }
 
 Variable logsumexp(const Variable& x, int axis, bool keep) {

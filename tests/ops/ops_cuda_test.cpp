@@ -151,6 +151,16 @@ TEST_F(CudaOps, SoftmaxOfEveryLength) {
     }
 }
 
+TEST_F(CudaOps, SoftmaxInPlaceHasTheSameBits) {
+  for (DType dtype : floating)
+    for (const Shape& shape : {Shape{3, 33}, {5, 1024}, {2, 50257}, {3, 7, 9}, {0, 4}})
+      for (int axis : {0, -1}) {
+        Tensor x = random_tensor(shape, dtype, -6, 6).to(cuda);
+        const auto expected = softmax(x, axis).value().to_vector<double>();
+        EXPECT_EQ(softmax_(x, axis).to_vector<double>(), expected) << dtype << shape << axis;
+      }
+}
+
 TEST_F(CudaOps, SoftmaxOfInfinitiesAndNaN) {
   const double inf = infinity;
   for (int64_t length : {5, 64, 5000})

@@ -188,7 +188,9 @@ TEST(Ops, ErrorsSayWhatWasExpectedAndWhatCame) {
   });
   expect_error(shape, "[fft] expected complex numbers, a last axis of 2, got [2, 3]", [&] { fft(x); });
   expect_error(shape, "[fft] expected axes before the last of [3, 2], each once, got 0 again or the last",
-               [&] { fft(ones({3, 2}), {0, -2}); });
+               [&] {
+                 fft(ones({3, 2}), {0, -2});
+               });
   expect_error(shape, "[rotary] codes must be [2, 2, 2] for x [2, 4], got [2, 3, 2]", [&] {
     rotary(ones({2, 4}), rotary_codes(3, 4));
   });
@@ -239,6 +241,19 @@ TEST(Ops, WritesToSavedTensorsAreCaught) {
   EXPECT_NO_THROW(touched([](auto& x) { return matmul(reshape(x, {1, 3}), ones({3, 1})); }, true));
   EXPECT_NO_THROW(touched([](auto& x) { return linear(reshape(x, {1, 3}), ones({2, 3})); }, true));
   EXPECT_NO_THROW(touched([](auto& x) { return x * 2.0; }, true));
+}
+
+TEST(Ops, SoftmaxInPlace) {
+  for (DType dtype : {f64, f32, f16, bf16})
+    for (int axis : {0, 1, -1}) {
+      Tensor x = randn({3, 70, 9}, 0, 3, dtype);
+      const auto expected = softmax(x, axis).value().to_vector<double>();
+      EXPECT_EQ(&softmax_(x, axis), &x);
+      EXPECT_EQ(x.to_vector<double>(), expected) << dtype << axis;
+    }
+  Tensor turned = Tensor::zeros({2, 3}).transpose(0, 1);
+  expect_error(Error::Kind::Shape, "[softmax_] x must be contiguous, got strides [1, 3]",
+               [&] { softmax_(turned); });
 }
 
 TEST(Ops, MaskedFillInPlaceWritesOnlyWhereNoTapeIsWrong) {
@@ -620,7 +635,8 @@ TEST(Fft, OfAnyLength) {
     const Tensor x = randn({n, 2}, 0, 1, f64);
     const Tensor y = fft(x).value();
     double before = 0, after = 0, error = 0;
-    const auto a = x.to_vector<double>(), b = y.to_vector<double>(), c = fft(y, {}, true).value().to_vector<double>();
+    const auto a = x.to_vector<double>(), b = y.to_vector<double>(),
+               c = fft(y, {}, true).value().to_vector<double>();
     for (size_t i = 0; i < a.size(); ++i) {
       before += a[i] * a[i];
       after += b[i] * b[i];
@@ -633,7 +649,8 @@ TEST(Fft, OfAnyLength) {
     constant.select(1, 0).fill_(1);
     const auto impulse = fft(constant).value().to_vector<float>();
     for (int64_t i = 0; i < n; ++i)
-      EXPECT_NEAR(impulse[size_t(2 * i)], i == n / 2 ? std::sqrt(double(n)) : 0, 1e-6 * std::sqrt(double(n))) << n;
+      EXPECT_NEAR(impulse[size_t(2 * i)], i == n / 2 ? std::sqrt(double(n)) : 0, 1e-6 * std::sqrt(double(n)))
+          << n;
   }
 }
 
