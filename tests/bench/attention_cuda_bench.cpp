@@ -1,7 +1,8 @@
 // Times the kernels of attention on a CUDA device, each backend that can run a problem, by events of the
 // device.
 //     attention_cuda_bench [PART OF A NAME]
-// TFLOP/s are useful ones: 4 (forward) or 10 (backward) times the allowed pairs times the width.
+// TFLOP/s are useful ones: 4 (forward) or 10 (backward) times the allowed pairs times the width. MiB: results
+// and what a pass holds beside them, at most.
 #include <cuda_runtime.h>
 #include <torus/ops/attention/backend.h>
 #include <torus/torus.h>
@@ -55,7 +56,7 @@ std::vector<Case> cases() {
   for (int64_t width : {64, 128})
     for (int64_t tokens : {512, 2048, 8192, 16384}) all.push_back(dense(tokens, width));
   for (int64_t width : {64, 128})
-    for (int64_t tokens : {512, 8192, 16384}) all.push_back(dense(tokens, width, "causal", causal()));
+    for (int64_t tokens : {512, 2048, 8192, 16384}) all.push_back(dense(tokens, width, "causal", causal()));
   all.push_back(dense(8192, 256));
   all.push_back(dense(8192, 256, "causal", causal()));
   all.push_back(dense(8192, 128, "window 1024", sliding_window(512, 511)));
@@ -122,12 +123,18 @@ void measure(const Case& c) {
     const cudaStream_t stream = gpu::stream_of(cuda);
     const double forward = time(stream, [&] { backend.forward(p, g.out, g.lse); });
     std::printf("%-24s %-9s %8.3f %8.1f", c.name.c_str(), name(backend.id), forward, 4e-9 * pairs / forward);
+    const Tensor* const made[] = {&g.out, &g.lse, &g.dq, &g.dk, &g.dv};
+    int64_t results = 0;
+    for (const Tensor* x : made) results += static_cast<int64_t>(x->storage()->bytes());
+    const int64_t before = memory_stats(cuda).live_bytes;
+    reset_peak_memory(cuda);
     for (const bool deterministic : {true, false}) {
       p.deterministic = deterministic;
       const double backward = time(stream, [&] { backend.backward(p, g); });
       std::printf(" %8.3f %8.1f", backward, 1e-8 * pairs / backward);
     }
-    std::printf("\n");
+    std::printf(" %8.1f\n",
+                static_cast<double>(memory_stats(cuda).peak_bytes - before + results) / (1 << 20));
     std::fflush(stdout);
   }
 }
@@ -139,8 +146,8 @@ int main(int argc, char** argv) {
     std::puts("no CUDA device");
     return 0;
   }
-  std::printf("%-24s %-9s %8s %8s %8s %8s %8s %8s\n", "", "", "forward", "TFLOP/s", "backward", "TFLOP/s",
-              "unordered", "TFLOP/s");
+  std::printf("%-24s %-9s %8s %8s %8s %8s %8s %8s %8s\n", "", "", "forward", "TFLOP/s", "backward", "TFLOP/s",
+              "unordered", "TFLOP/s", "MiB");
   for (const Case& c : cases())
     if (argc < 2 || c.name.find(argv[1]) != std::string::npos) measure(c);
 }

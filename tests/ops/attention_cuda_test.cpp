@@ -10,6 +10,7 @@
 #include "torus/autograd/gradcheck.h"
 #include "torus/core/memory.h"
 #include "torus/layers/captured_step.h"
+#include "torus/ops/attention/backend.h"
 
 namespace torus {
 namespace {
@@ -286,6 +287,63 @@ TEST_F(CudaAttention, MoreMatricesThanAGridIsHigh) {
   c.options.mask = causal(Align::bottom_right);
   const Leaves l = random_leaves(c, f32, 14);
   expect_near(run(c, l, Backend::cuda_simt, cuda), run(c, l, Backend::cpu, cpu), 1e-5);
+}
+
+// More than 2^31 elements an operand. The tokens repeat every 1024, so that heads and periods far apart have
+// the same bits.
+TEST_F(CudaAttention, PassesTwoToTheThirtyFirstElements) {
+  const int64_t heads = 33, tokens = int64_t{1} << 20, width = 64, period = 1024;
+  Generator g(22);
+  const Tensor small[] = {
+      randn({1, 1, period, width}, 0, 1, bf16, g), randn({1, 1, period, width}, 0, 1, bf16, g),
+      randn({1, 1, period, width}, 0, 1, bf16, g), randn({1, 1, period, width}, 0, 1, bf16, g)};
+  Tensor large[4];
+  for (size_t i = 0; i < 4; ++i) {
+    large[i] = Tensor::empty({1, heads, tokens / period, period, width}, bf16, cuda);
+    large[i].copy_(small[i].to(cuda).unsqueeze(2));
+    large[i] = large[i].reshape({1, heads, tokens, width});
+  }
+  // The last period as the third of a short sequence.
+  AttentionOptions options{.mask = sliding_window(63, 0)};
+  std::vector<Tensor> expected;
+  {
+    Tape tape;
+    std::vector<Variable> x;
+    for (size_t i = 0; i < 3; ++i)
+      x.emplace_back(
+          small[i].to(f32).unsqueeze(2).expand({1, 1, 3, period, width}).reshape({1, 1, 3 * period, width}),
+          true);
+    const Variable out = attention(x[0], x[1], x[2], options).out;
+    tape.backward({out},
+                  {small[3].to(f32).unsqueeze(2).expand({1, 1, 3, period, width}).reshape(out.shape())});
+    for (const Tensor& of : {out.value(), x[0].grad(), x[1].grad(), x[2].grad()})
+      expected.push_back(of.slice(2, 2 * period, 3 * period));
+  }
+  for (const auto& backend : detail::attention_backends()) {
+    options.backend = backend.id;
+    std::vector<Tensor> got;
+    {
+      Tape tape;
+      std::vector<Variable> x;
+      for (size_t i = 0; i < 3; ++i) x.emplace_back(large[i], true);
+      detail::AttentionProblem problem;
+      problem.q = large[0], problem.k = large[1], problem.v = large[2];
+      problem.mask = options.mask;
+      if (!backend.refusal(problem).empty()) continue;
+      const Variable out = attention(x[0], x[1], x[2], options).out;
+      tape.backward({out}, {large[3]});
+      got = {out.value(), x[0].grad(), x[1].grad(), x[2].grad()};
+    }
+    for (size_t i = 0; i < 4; ++i) {
+      SCOPED_TRACE(std::string(name(backend.id)) + ' ' + std::to_string(i));
+      const Tensor end = got[i].select(1, heads - 1).slice(1, tokens - period, tokens).to(cpu);
+      EXPECT_EQ(end.to_vector<float>(),
+                got[i].select(1, 0).slice(1, tokens - period, tokens).to_vector<float>());
+      EXPECT_LE(distance(end.to(f32), expected[i]), 1e-2 * norm(expected[i]));
+    }
+    got.clear();
+    release_cached_memory(cuda);
+  }
 }
 
 TEST_F(CudaAttention, StridedOperands) {

@@ -7,6 +7,8 @@
 #include <limits>
 
 #include "core/expect_error.h"
+#include "torus/autograd/tape.h"
+#include "torus/core/memory.h"
 #include "torus/ops/ops.h"
 
 namespace torus {
@@ -174,6 +176,47 @@ TEST_F(CudaOps, SoftmaxOfInfinitiesAndNaN) {
       expect_same([](auto& in) { return log_softmax(in[0], 1); }, {x}, true);
       expect_same([](auto& in) { return logsumexp(in[0], 1); }, {x}, true);
     }
+}
+
+// Elements, rows and gradients beyond the 2^31st element.
+TEST_F(CudaOps, PassesTwoToTheThirtyFirstElements) {
+  using Values = std::vector<double>;
+  const int64_t count = (int64_t{1} << 31) + 77;
+  const auto last = [](const Tensor& x) {
+    const Tensor flat = x.reshape({x.numel()});
+    return flat.slice(0, x.numel() - 4, x.numel()).to_vector<double>();
+  };
+  {
+    Tensor x = Tensor::zeros({count}, bf16, cuda);
+    x.slice(0, count - 3, count).fill_(2);
+    EXPECT_EQ(last((Variable(x) + Variable(x)).value()), (Values{0, 4, 4, 4}));
+    EXPECT_EQ(last((Variable(x) * -3.0).value()), (Values{0, -6, -6, -6}));
+    EXPECT_EQ(last(relu(Variable(x)).value()), (Values{0, 2, 2, 2}));
+    add_into(x, Tensor::full({1}, 2, bf16, cuda));
+    EXPECT_EQ(last(x), (Values{2, 4, 4, 4}));
+  }
+  release_cached_memory(cuda);
+  {
+    Tensor rows = Tensor::full({(int64_t{1} << 21) + 1, 1024}, 2, bf16, cuda);
+    const Variable ones(Tensor::full({1024}, 1, bf16, cuda));
+    EXPECT_EQ(last(rms_norm(Variable(rows), ones).value()), Values(4, 1));
+    EXPECT_EQ(last(layer_norm(Variable(rows), ones).value()), Values(4, 0));
+    EXPECT_EQ(last(softmax_(rows)), Values(4, 0x1p-10));
+  }
+  release_cached_memory(cuda);
+  {  // 2^15 rows: a power of two, so that the gradient is a number of bf16
+    const int64_t n = 1 << 15, vocabulary = 1 << 16;
+    const Variable logits(Tensor::zeros({n + 1, vocabulary}, bf16, cuda), true);
+    Tensor targets = Tensor::zeros({n + 1}, i64, cuda);
+    targets.slice(0, 0, 1).fill_(-1);
+    Tape tape;
+    const Variable loss = cross_entropy(logits, targets, -1);
+    EXPECT_NEAR(loss.item(), 16 * std::log(2.0), 1e-4);
+    tape.backward(loss);
+    EXPECT_EQ(last(logits.grad()), Values(4, 0x1p-31));
+    EXPECT_EQ(logits.grad().select(0, n).select(0, 0).item(), -0x1p-15);
+  }
+  release_cached_memory(cuda);
 }
 
 TEST_F(CudaOps, ExtremesOfEveryLength) {
