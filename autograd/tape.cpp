@@ -268,6 +268,20 @@ const Tensor& send_to_leaf(const std::shared_ptr<detail::GradSlot>& slot, Tensor
 
 }  // namespace
 
+Tensor& Tape::entry_of(const Edge& edge, std::vector<Tensor>& table) const {
+  return table[nodes_[static_cast<size_t>(edge.node)].first_output + static_cast<size_t>(edge.output)];
+}
+
+// What a node may add into on its own. The memory of a leaf's gradient stays; any other may be shared with
+// gradients of other values, as the two of an addition are.
+Tensor Tape::writable_sum(const Edge& edge, std::vector<Tensor>& table) const {
+  // AnomalyMode looks at each gradient before it is added; hooks wait for a sum of their own.
+  if (!edge.wanted || AnomalyMode::active() || (edge.slot && !edge.slot->hooks.list.empty())) return Tensor();
+  const Tensor& sum = edge.slot ? edge.slot->grad : entry_of(edge, table);
+  const bool writable = sum.defined() && sum.is_contiguous() && (edge.slot || sum.storage().use_count() == 1);
+  return writable ? sum : Tensor();
+}
+
 void Tape::accumulate(const Node& node, size_t input, Tensor grad, std::vector<Tensor>& table) {
   const Edge& edge = node.inputs[input];
   if (!edge.wanted || !grad.defined()) return;
@@ -278,8 +292,7 @@ void Tape::accumulate(const Node& node, size_t input, Tensor grad, std::vector<T
   if (edge.slot) {
     sum = &send_to_leaf(edge.slot, std::move(grad));
   } else {
-    Tensor& entry =
-        table[nodes_[static_cast<size_t>(edge.node)].first_output + static_cast<size_t>(edge.output)];
+    Tensor& entry = entry_of(edge, table);
     add_gradient(entry, std::move(grad));
     sum = &entry;
   }
@@ -350,10 +363,16 @@ void Tape::backward(const std::vector<Variable>& outputs, const std::vector<Tens
     look_through("was given", grads, "output ");
     wanted.assign(node.inputs.size(), false);
     for (size_t i = 0; i < node.inputs.size(); ++i) wanted[i] = node.inputs[i].wanted;
+    std::vector<bool> summed(node.inputs.size(), false);  // by the node itself
+    const std::function sum_of = [&](size_t input) {
+      Tensor sum = summed[input] ? Tensor() : writable_sum(node.inputs[input], table);
+      summed[input] = summed[input] || sum.defined();
+      return sum;
+    };
     std::vector<Tensor> results;
     {
       const Exchanged running(backward_op, node.op);
-      results = node.backward(OutputGrads(grads, wanted, keep_graph));
+      results = node.backward(OutputGrads(grads, wanted, keep_graph, sum_of));
     }
     check(results.size() == node.inputs.size(), Error::Kind::Value, "[", node.op, "] backward returned ",
           results.size(), " gradients for ", node.inputs.size(), " inputs");
@@ -363,7 +382,8 @@ void Tape::backward(const std::vector<Variable>& outputs, const std::vector<Tens
       node.backward = nullptr;
       hooks_.erase(first_hooks, last_hooks);
     }
-    for (size_t i = 0; i < results.size(); ++i) accumulate(node, i, std::move(results[i]), table);
+    for (size_t i = 0; i < results.size(); ++i)
+      if (!summed[i]) accumulate(node, i, std::move(results[i]), table);
   }
   for (auto& [slot, grad] : own) {
     grad = slot->hooks.apply(std::move(grad));

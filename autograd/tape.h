@@ -37,11 +37,15 @@ class Saved {
 /// What a node's backward receives: the gradient of each output and which inputs want one.
 class OutputGrads {
  public:
-  OutputGrads(std::span<const Tensor> grads, const std::vector<bool>& wanted, bool keeps_graph)
-      : grads_(grads), wanted_(wanted), keeps_graph_(keeps_graph) {}
+  OutputGrads(std::span<const Tensor> grads, const std::vector<bool>& wanted, bool keeps_graph,
+              const std::function<Tensor(size_t)>& sums)
+      : grads_(grads), wanted_(wanted), keeps_graph_(keeps_graph), sums_(sums) {}
   /// The gradient of an output, in any strides; undefined where the loss does not depend on that output.
   const Tensor& operator[](size_t output) const { return grads_[output]; }
   bool wants(size_t input) const { return wanted_[input]; }
+  /// The contiguous gradient that an input has so far, if there is one that may be written to: backward must
+  /// then add into it and return it. Saves the engine an addition. Else an undefined Tensor.
+  Tensor sum(size_t input) const { return sums_(input); }
   /// Whether backward may run again, so that what was saved must stay as it is.
   bool keeps_graph() const { return keeps_graph_; }
 
@@ -49,6 +53,7 @@ class OutputGrads {
   std::span<const Tensor> grads_;
   const std::vector<bool>& wanted_;
   bool keeps_graph_;
+  const std::function<Tensor(size_t)>& sums_;
 };
 
 /// Returns one gradient an input, undefined where none is wanted or it is zero. A gradient may have any shape
@@ -121,6 +126,9 @@ class Tape {
 
   size_t place(const Variable& value) const;  // in the table of gradients
   std::string where(const Node& node) const;
+  // Where the gradient of a value of this tape adds up.
+  Tensor& entry_of(const Edge& edge, std::vector<Tensor>& table) const;
+  Tensor writable_sum(const Edge& edge, std::vector<Tensor>& table) const;
   void accumulate(const Node& node, size_t input, Tensor grad, std::vector<Tensor>& table);
 
   uint64_t id_;

@@ -14,9 +14,15 @@ inline constexpr int norm_statistics = centred ? 3 : 1;
 
 constexpr int norm_threads = 256;
 
-// Packs of a row that a thread keeps in registers.
+// The most packs of a row that a thread keeps in registers.
 template <class T>
 inline constexpr int norm_held = is_16_bit<T> ? 4 : 8;
+
+// How the rows of a kernel lie: `warps` share one, each of their threads with up to `held` packs of it.
+template <int warps_, int held_>
+struct RowLayout {
+  static constexpr int warps = warps_, held = held_;
+};
 
 // Sums over the `warps` warps that share a row: one, or all of the block.
 template <int warps, class C>
@@ -81,14 +87,14 @@ __device__ inline RowStatistics<centred, C> row_statistics(const Each& each, con
   return result;
 }
 
-// Rows of whole packs, each kept in registers by `warps` warps. bias may be null.
-template <class T, bool centred, int warps>
+// Rows of whole packs, kept in registers. bias may be null.
+template <class T, bool centred, class Layout>
 __global__ void __launch_bounds__(norm_threads)
     norm_forward(T* __restrict__ y, compute<T>* __restrict__ statistics, const T* __restrict__ x,
                  const T* __restrict__ weight, const T* __restrict__ bias, int64_t rows, int n,
                  compute<T> eps) {
   using C = compute<T>;
-  constexpr int width = Pack<T>::count, held = norm_held<T>, threads = 32 * warps,
+  constexpr int warps = Layout::warps, held = Layout::held, width = Pack<T>::count, threads = 32 * warps,
                 groups = norm_threads / threads;
   __shared__ C space[32];
   const int thread = threadIdx.x % threads, packs = n / width;
@@ -151,15 +157,15 @@ __global__ void __launch_bounds__(norm_threads)
 }
 
 // With h the normalised row: dx = rstd * (g * w - mean(g * w) - h * mean(g * w * h)), the first mean only if
-// centred. parts [blocks, 1 or 2, n] gets the sums over the rows of each block of g * h and, if centred, of
-// g.
-template <class T, bool centred, int warps>
-__global__ void __launch_bounds__(norm_threads)
+// centred; added to what dx holds if `adds`. parts [blocks, 1 or 2, n] gets the sums over the rows of each
+// block of g * h and, if centred, of g.
+template <class T, bool centred, class Layout>
+__global__ void __launch_bounds__(norm_threads, is_16_bit<T> && Layout::held <= 3 ? 2 : 1)
     norm_backward(T* __restrict__ dx, compute<T>* __restrict__ parts, const T* __restrict__ g,
                   const T* __restrict__ x, const T* __restrict__ weight,
-                  const compute<T>* __restrict__ statistics, int64_t rows, int n) {
+                  const compute<T>* __restrict__ statistics, int64_t rows, int n, bool adds) {
   using C = compute<T>;
-  constexpr int width = Pack<T>::count, held = norm_held<T>, threads = 32 * warps,
+  constexpr int warps = Layout::warps, held = Layout::held, width = Pack<T>::count, threads = 32 * warps,
                 groups = norm_threads / threads, sums = centred ? 2 : 1;
   extern __shared__ __align__(16) unsigned char dynamic[];  // groups > 1: sums * n of C
   __shared__ C space[32];
@@ -169,12 +175,14 @@ __global__ void __launch_bounds__(norm_threads)
   for (int64_t row = int64_t{blockIdx.x} * groups + group; row < rows; row += int64_t{gridDim.x} * groups) {
     const Pack<T>* const from_g = reinterpret_cast<const Pack<T>*>(g + row * n);
     const Pack<T>* const from_x = reinterpret_cast<const Pack<T>*>(x + row * n);
-    Pack<T> in_g[held], in_x[held];
+    Pack<T>* const to = reinterpret_cast<Pack<T>*>(dx + row * n);
+    Pack<T> in_g[held], in_x[held], before[held];
 #pragma unroll
     for (int k = 0; k < held; ++k)
       if (const int p = thread + k * threads; p < packs) {
         in_g[k] = from_g[p];
         in_x[k] = from_x[p];
+        if (adds) before[k] = to[p];
       }
     const auto of = RowStatistics<centred, C>::load(statistics + row * norm_statistics<centred>);
     C plain = 0, along = 0;
@@ -196,7 +204,6 @@ __global__ void __launch_bounds__(norm_threads)
     if (!dx) continue;
     plain = centred ? row_sum<warps>(plain, space) * share : C(0);
     along = row_sum<warps>(along, space) * share;
-    Pack<T>* const to = reinterpret_cast<Pack<T>*>(dx + row * n);
 #pragma unroll
     for (int k = 0; k < held; ++k) {
       const int p = thread + k * threads;
@@ -206,7 +213,8 @@ __global__ void __launch_bounds__(norm_threads)
 #pragma unroll
       for (int j = 0; j < width; ++j) {
         const C h = of.normalised(widen(in_x[k].at[j]));
-        out.at[j] = narrow<T>(of.rstd * (widen(in_g[k].at[j]) * widen(w.at[j]) - plain - h * along));
+        const C grad = of.rstd * (widen(in_g[k].at[j]) * widen(w.at[j]) - plain - h * along);
+        out.at[j] = narrow<T>(adds ? widen(before[k].at[j]) + grad : grad);
       }
       to[p] = out;
     }
@@ -241,7 +249,7 @@ template <class T, bool centred>
 __global__ void __launch_bounds__(norm_threads)
     norm_backward_any(T* __restrict__ dx, compute<T>* __restrict__ parts, const T* __restrict__ g,
                       const T* __restrict__ x, const T* __restrict__ weight,
-                      const compute<T>* __restrict__ statistics, int64_t rows, int64_t n) {
+                      const compute<T>* __restrict__ statistics, int64_t rows, int64_t n, bool adds) {
   using C = compute<T>;
   __shared__ C space[32];
   C* const part = parts ? parts + int64_t{blockIdx.x} * (centred ? 2 : 1) * n : nullptr;
@@ -263,7 +271,8 @@ __global__ void __launch_bounds__(norm_threads)
     along = block_sum(along, space) / C(n);
     for (int64_t i = threadIdx.x; i < n; i += norm_threads) {
       const C h = of.normalised(widen(from_x[i]));
-      dx[row * n + i] = narrow<T>(of.rstd * (widen(from_g[i]) * widen(weight[i]) - plain - h * along));
+      const C grad = of.rstd * (widen(from_g[i]) * widen(weight[i]) - plain - h * along);
+      dx[row * n + i] = narrow<T>(adds ? widen(dx[row * n + i]) + grad : grad);
     }
   }
 }
@@ -279,6 +288,7 @@ __global__ void norm_sum_parts(T* dw, T* db, const compute<T>* parts, int64_t bl
   const int64_t i = int64_t{blockIdx.x} * 32 + threadIdx.x;
   C sum = 0;
   if (i < n)
+#pragma unroll 8
     for (int64_t block = threadIdx.y; block < blocks; block += 8)
       sum += parts[(block * gridDim.y + blockIdx.y) * n + i];
   space[threadIdx.y][threadIdx.x] = sum;
@@ -289,12 +299,19 @@ __global__ void norm_sum_parts(T* dw, T* db, const compute<T>* parts, int64_t bl
   to[i] = narrow<T>(sum);
 }
 
-// 1 or norm_threads / 32 warps a row; 0 where rows cannot be kept in registers.
-template <class T, class... Pointers>
-int warps_a_row(int64_t n, const Pointers*... pointers) {
-  constexpr int64_t width = Pack<T>::count, most = norm_held<T> * 32 * width;
-  if (n % width != 0 || !(is_aligned(pointers) && ...)) return 0;
-  return n <= most ? 1 : n <= most * (norm_threads / 32) ? norm_threads / 32 : 0;
+// Calls f with the RowLayout for rows of n elements, or with 0 where rows cannot be kept in registers.
+template <class T, class F, class... Pointers>
+void with_row_layout(int64_t n, const F& f, const Pointers*... pointers) {
+  constexpr int64_t of_warp = 32 * Pack<T>::count;  // elements, for each pack that its threads hold
+  constexpr int most = norm_held<T>, all = norm_threads / 32;
+  if (n % Pack<T>::count != 0 || !(is_aligned(pointers) && ...) || n > most * of_warp * all) return f(0);
+  if (n > most * of_warp) return f(RowLayout<all, most>{});
+  if constexpr (sizeof(T) < 8) {  // fewer registers let more rows be under way
+    if (n <= of_warp) return f(RowLayout<1, 1>{});
+    if (n <= most / 2 * of_warp) return f(RowLayout<1, most / 2>{});
+    if (n <= most * 3 / 4 * of_warp) return f(RowLayout<1, most * 3 / 4>{});
+  }
+  f(RowLayout<1, most>{});
 }
 
 /// y = normalised x * weight + bias, all contiguous, x, y [N, C]; bias may be undefined.
@@ -311,26 +328,27 @@ void launch_norm_forward(const char* op, Tensor& y, Tensor& statistics, const Te
     C* const moments = write<C>(statistics);
     const T *const from = read<T>(x), *const w = read<T>(weight),
                    *const b = bias.defined() ? read<T>(bias) : nullptr;
-    const int warps = warps_a_row<T>(n, to, from, w, b);
-    constexpr int most = norm_threads / 32;
-    const unsigned blocks = blocks_for(rows, warps == 1 ? most : 1);
-    if (warps == 1)
-      norm_forward<T, centred, 1>
-          <<<blocks, norm_threads, 0, stream>>>(to, moments, from, w, b, rows, static_cast<int>(n), C(eps));
-    else if (warps == most)
-      norm_forward<T, centred, most>
-          <<<blocks, norm_threads, 0, stream>>>(to, moments, from, w, b, rows, static_cast<int>(n), C(eps));
-    else
-      norm_forward_any<T, centred>
-          <<<blocks, norm_threads, 0, stream>>>(to, moments, from, w, b, rows, n, C(eps));
+    with_row_layout<T>(
+        n,
+        [&](auto layout) {
+          using Layout = decltype(layout);
+          if constexpr (std::is_same_v<Layout, int>)
+            norm_forward_any<T, centred>
+                <<<blocks_for(rows, 1), norm_threads, 0, stream>>>(to, moments, from, w, b, rows, n, C(eps));
+          else
+            norm_forward<T, centred, Layout>
+                <<<blocks_for(rows, norm_threads / 32 / Layout::warps), norm_threads, 0, stream>>>(
+                    to, moments, from, w, b, rows, static_cast<int>(n), C(eps));
+        },
+        to, from, w, b);
     check_launch(op);
   });
 }
 
-/// Sets those of dx [N, C], dw [C] and db [C] that are defined.
+/// Sets those of dx [N, C], dw [C] and db [C] that are defined; adds to dx if `adds`.
 template <bool centred>
 void launch_norm_backward(const char* op, Tensor& dx, Tensor& dw, Tensor& db, const Tensor& g,
-                          const Tensor& x, const Tensor& weight, const Tensor& statistics) {
+                          const Tensor& x, const Tensor& weight, const Tensor& statistics, bool adds) {
   const int64_t rows = x.size(0), n = x.size(1);
   if (x.numel() == 0) {
     if (dw.defined()) dw.fill_(0);
@@ -341,31 +359,40 @@ void launch_norm_backward(const char* op, Tensor& dx, Tensor& dw, Tensor& db, co
   gpu::dispatch_floating(x.dtype(), op, [&](auto zero) {
     using T = decltype(zero);
     using C = compute<T>;
-    constexpr int most = norm_threads / 32, sums = centred ? 2 : 1;
+    constexpr int sums = centred ? 2 : 1;
     T* const to = dx.defined() ? write<T>(dx) : nullptr;
     const T *const grad = read<T>(g), *const from = read<T>(x), *const w = read<T>(weight);
     const C* const moments = read<C>(statistics);
-    const int warps = warps_a_row<T>(n, to, grad, from, w);
-    const int64_t blocks = std::min<int64_t>(2 * properties(x.device()).multiProcessorCount,
-                                             blocks_for(rows, warps == 1 ? most : 1));
+    const bool wants_parts = dw.defined() || db.defined();
+    int64_t blocks = 0;
     Tensor parts;
     C* part = nullptr;
-    if (dw.defined() || db.defined()) {
+    // A few rows for each group of warps, so that there are not many parts to sum.
+    const auto prepare = [&](int64_t rows_a_block) {
+      blocks = std::min<int64_t>(2 * properties(x.device()).multiProcessorCount,
+                                 blocks_for(rows, static_cast<int>(rows_a_block)));
+      if (!wants_parts) return;
       parts = Tensor::empty({blocks, sums, n}, statistics.dtype(), x.device());
       part = write<C>(parts);
-    }
-    const auto grid = static_cast<unsigned>(blocks);
-    if (warps == 1) {
-      const size_t shared = part ? static_cast<size_t>(sums * n) * sizeof(C) : 0;
-      norm_backward<T, centred, 1><<<grid, norm_threads, shared, stream>>>(to, part, grad, from, w, moments,
-                                                                           rows, static_cast<int>(n));
-    } else if (warps == most) {
-      norm_backward<T, centred, most>
-          <<<grid, norm_threads, 0, stream>>>(to, part, grad, from, w, moments, rows, static_cast<int>(n));
-    } else {
-      norm_backward_any<T, centred>
-          <<<grid, norm_threads, 0, stream>>>(to, part, grad, from, w, moments, rows, n);
-    }
+    };
+    with_row_layout<T>(
+        n,
+        [&](auto layout) {
+          using Layout = decltype(layout);
+          if constexpr (std::is_same_v<Layout, int>) {
+            prepare(1);
+            norm_backward_any<T, centred><<<static_cast<unsigned>(blocks), norm_threads, 0, stream>>>(
+                to, part, grad, from, w, moments, rows, n, adds);
+          } else {
+            constexpr int groups = norm_threads / 32 / Layout::warps;
+            prepare(groups > 1 ? 4 * groups : 1);
+            const size_t shared = part && groups > 1 ? static_cast<size_t>(sums * n) * sizeof(C) : 0;
+            norm_backward<T, centred, Layout>
+                <<<static_cast<unsigned>(blocks), norm_threads, shared, stream>>>(
+                    to, part, grad, from, w, moments, rows, static_cast<int>(n), adds);
+          }
+        },
+        to, grad, from, w);
     check_launch(op);
     if (!part) return;
     norm_sum_parts<T><<<dim3(static_cast<unsigned>((n + 31) / 32), sums), dim3(32, 8), 0, stream>>>(

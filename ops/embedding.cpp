@@ -25,9 +25,9 @@ void embedding_forward_cpu(Tensor& y, const Tensor& weight, const Tensor& indice
   });
 }
 
-// dw [V, C] = the sums of the rows of g [N, C] by index. Each thread owns channels and takes the rows in
-// order, so the bits do not depend on the thread count.
-void embedding_backward_cpu(Tensor& dw, const Tensor& g, const Tensor& indices) {
+// dw [V, C] = the sums of the rows of g [N, C] by index, and of what it holds if `adds`. Each thread owns
+// channels and takes the rows in order, so the bits do not depend on the thread count.
+void embedding_backward_cpu(Tensor& dw, const Tensor& g, const Tensor& indices, bool adds) {
   const int64_t n = indices.numel(), width = dw.size(1);
   constexpr int64_t channels = 16;  // owned together: a cache line of floats
   const int64_t* const index = indices.data<int64_t>();
@@ -47,13 +47,16 @@ void embedding_backward_cpu(Tensor& dw, const Tensor& g, const Tensor& indices) 
                    }
                  });
   });
-  dw.copy_(sums);
+  if (adds)
+    add_into(dw, sums.to(dw.dtype()));
+  else
+    dw.copy_(sums);
 }
 
 const Kernel<void(Tensor&, const Tensor&, const Tensor&)> forward_kernel{"embedding.forward",
                                                                          embedding_forward_cpu};
-const Kernel<void(Tensor&, const Tensor&, const Tensor&)> backward_kernel{"embedding.backward",
-                                                                          embedding_backward_cpu};
+const Kernel<void(Tensor&, const Tensor&, const Tensor&, bool)> backward_kernel{"embedding.backward",
+                                                                                embedding_backward_cpu};
 
 }  // namespace
 
@@ -73,8 +76,10 @@ Variable embedding(const Variable& weight, const Tensor& indices) {
   return record(
       "embedding", {weight}, y,
       [shape = weight.shape(), saved = Saved(rows)](const OutputGrads& grads) -> std::vector<Tensor> {
-        Tensor dw = Tensor::empty(shape, grads[0].dtype(), grads[0].device());
-        backward_kernel(dw.device(), dw, grads[0].contiguous(), saved.get());
+        Tensor dw = grads.sum(0);  // of a tied output layer, whose rows are mostly not among the indices
+        const bool adds = dw.defined();
+        if (!adds) dw = Tensor::empty(shape, grads[0].dtype(), grads[0].device());
+        backward_kernel(dw.device(), dw, grads[0].contiguous(), saved.get(), adds);
         return {dw};
       });
 }

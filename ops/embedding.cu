@@ -92,27 +92,30 @@ __device__ inline void add_rows(gpu::compute<T> (&sums)[held][width], const T* g
 }
 
 template <class T, int width>
-__device__ inline void store_sums(T* row, const gpu::compute<T> (&sums)[held][width], int64_t n,
-                                  int64_t from) {
+__device__ inline void store_sums(T* row, const gpu::compute<T> (&sums)[held][width], int64_t n, int64_t from,
+                                  bool adds) {
   using Moved = Some<T, width>;
 #pragma unroll
   for (int k = 0; k < held; ++k) {
     const int64_t i = from + (threadIdx.x % 32 + 32 * k) * width;
     if (i >= n) continue;
+    Moved* const to = reinterpret_cast<Moved*>(row + i);
     Moved out;
+    if (adds) out = *to;
 #pragma unroll
-    for (int j = 0; j < width; ++j) out.at[j] = gpu::narrow<T>(sums[k][j]);
-    *reinterpret_cast<Moved*>(row + i) = out;
+    for (int j = 0; j < width; ++j)
+      out.at[j] = gpu::narrow<T>(adds ? gpu::widen(out.at[j]) + sums[k][j] : sums[k][j]);
+    *to = out;
   }
 }
 
 // A warp an index: dw of those with few rows, or none; the others are put on the list `many`, whose order is
-// no matter. many_count starts at 0.
+// no matter. many_count starts at 0. If `adds`, to what dw holds.
 template <class T, int width>
 __global__ void __launch_bounds__(threads)
     sum_few(T* __restrict__ dw, uint32_t* many, uint32_t* many_count, const T* __restrict__ g,
             const uint32_t* __restrict__ positions, const uint32_t* __restrict__ firsts, int64_t vocabulary,
-            int64_t n) {
+            int64_t n, bool adds) {
   const int64_t from = int64_t{blockIdx.y} * 32 * held * width;
   const int64_t stride = int64_t{gridDim.x} * warps_a_block;
   for (int64_t v = int64_t{blockIdx.x} * warps_a_block + threadIdx.x / 32; v < vocabulary; v += stride) {
@@ -121,9 +124,10 @@ __global__ void __launch_bounds__(threads)
       if (threadIdx.x % 32 == 0 && blockIdx.y == 0) many[atomicAdd(many_count, 1)] = static_cast<uint32_t>(v);
       continue;
     }
+    if (adds && first == last) continue;
     gpu::compute<T> sums[held][width] = {};
     add_rows<T, width>(sums, g, positions, first, last, 1, n, from);
-    store_sums<T, width>(dw + v * n, sums, n, from);
+    store_sums<T, width>(dw + v * n, sums, n, from, adds);
   }
 }
 
@@ -134,7 +138,7 @@ template <class T, int width>
 __global__ void __launch_bounds__(32 * many_warps)
     sum_many(T* __restrict__ dw, const uint32_t* __restrict__ many, const uint32_t* __restrict__ many_count,
              const T* __restrict__ g, const uint32_t* __restrict__ positions,
-             const uint32_t* __restrict__ firsts, int64_t n) {
+             const uint32_t* __restrict__ firsts, int64_t n, bool adds) {
   using C = gpu::compute<T>;
   __shared__ C total[held][width][32];
   const int64_t from = int64_t{blockIdx.y} * 32 * held * width;
@@ -153,12 +157,74 @@ __global__ void __launch_bounds__(32 * many_warps)
             sums[k][j] = turn == 0 ? sums[k][j] : total[k][j][lane] + sums[k][j];
             total[k][j][lane] = sums[k][j];
           }
-        if (turn == many_warps - 1) store_sums<T, width>(dw + int64_t{v} * n, sums, n, from);
+        if (turn == many_warps - 1) store_sums<T, width>(dw + int64_t{v} * n, sums, n, from, adds);
       }
       __syncthreads();
     }
   }
 }
+
+// Where indices are few, all in one kernel: a block an index and 32 * width columns. It lists the rows of its
+// index, a piece of `indices` after the other, and its warps take turns with them; then their sums are added
+// in order.
+constexpr int list_warps = 32, list_piece = 4096;
+
+template <class T, int width>
+__global__ void __launch_bounds__(32 * list_warps)
+    sum_listed(T* __restrict__ dw, const T* __restrict__ g, const int64_t* __restrict__ indices, int64_t rows,
+               int64_t n, bool adds) {
+  using C = gpu::compute<T>;
+  using Moved = Some<T, width>;
+  constexpr int own = list_piece / list_warps / 32;  // indices of the piece that a thread looks at
+  __shared__ uint16_t list[list_piece];
+  __shared__ int found_by[list_warps];
+  __shared__ C total[list_warps][32 * width];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t columns = int64_t{blockIdx.y} * 32 * width, from = columns + lane * width;
+  C sums[width] = {};
+  for (int64_t start = 0; start < rows; start += list_piece) {
+    unsigned hits[own];
+    int count = 0;
+#pragma unroll
+    for (int k = 0; k < own; ++k) {
+      const int64_t i = start + (warp * own + k) * 32 + lane;
+      hits[k] = __ballot_sync(0xffffffffu, i < rows && indices[i] == blockIdx.x);
+      count += __popc(hits[k]);
+    }
+    if (lane == 0) found_by[warp] = count;
+    __syncthreads();
+    int place = gpu::warp_sum(lane < warp ? found_by[lane] : 0);
+    const int found = gpu::warp_sum(found_by[lane]);
+#pragma unroll
+    for (int k = 0; k < own; ++k) {
+      if (hits[k] >> lane & 1)
+        list[place + __popc(hits[k] & ((1u << lane) - 1))] =
+            static_cast<uint16_t>((warp * own + k) * 32 + lane);
+      place += __popc(hits[k]);
+    }
+    __syncthreads();
+    if (from < n)
+#pragma unroll 4
+      for (int i = warp; i < found; i += list_warps) {
+        const Moved in = *reinterpret_cast<const Moved*>(g + (start + list[i]) * n + from);
+#pragma unroll
+        for (int j = 0; j < width; ++j) sums[j] += gpu::widen(in.at[j]);
+      }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int j = 0; j < width; ++j) total[warp][lane * width + j] = sums[j];
+  __syncthreads();
+  const int column = threadIdx.x;
+  if (column >= 32 * width || columns + column >= n) return;
+  C sum = 0;
+#pragma unroll
+  for (int w = 0; w < list_warps; ++w) sum += total[w][column];
+  T& to = dw[blockIdx.x * n + columns + column];
+  to = gpu::narrow<T>(adds ? gpu::widen(to) + sum : sum);
+}
+// Each block reads all indices.
+bool lists(int64_t vocabulary, int64_t rows) { return vocabulary <= 1024 && vocabulary * rows <= 1 << 23; }
 
 template <class T>
 bool moves_packs(int64_t n, const T* a, const T* b) {
@@ -192,10 +258,30 @@ void forward(Tensor& y, const Tensor& weight, const Tensor& indices) {
   });
 }
 
+void backward_by_lists(Tensor& dw, const Tensor& g, const Tensor& indices, bool adds) {
+  const int64_t n = dw.size(1);
+  gpu::dispatch_floating(dw.dtype(), "embedding", [&](auto zero) {
+    using T = decltype(zero);
+    T* const to = gpu::write<T>(dw);
+    const T* const from = gpu::read<T>(g);
+    const auto launch = [&](auto kernel, int64_t width) {
+      const dim3 grid(static_cast<unsigned>(dw.size(0)), gpu::blocks_for(n, static_cast<int>(32 * width)));
+      kernel<<<grid, 32 * list_warps, 0, gpu::stream_of(dw)>>>(to, from, gpu::read<int64_t>(indices),
+                                                               indices.numel(), n, adds);
+      gpu::check_launch("embedding");
+    };
+    if (moves_packs(n, to, from))
+      launch(sum_listed<T, gpu::Pack<T>::count>, gpu::Pack<T>::count);
+    else
+      launch(sum_listed<T, 1>, 1);
+  });
+}
+
 // Rows are sorted by index, which keeps their order within one, so that each sum is taken in order.
-void backward(Tensor& dw, const Tensor& g, const Tensor& indices) {
+void backward(Tensor& dw, const Tensor& g, const Tensor& indices, bool adds) {
   const int64_t rows = indices.numel(), vocabulary = dw.size(0), n = dw.size(1);
   if (dw.numel() == 0) return;
+  if (lists(vocabulary, rows)) return backward_by_lists(dw, g, indices, adds);
   check(rows < int64_t{1} << 31 && vocabulary < int64_t{1} << 31, Error::Kind::Shape,
         "[embedding] expected fewer than 2^31 rows and indices, got ", rows, " and ", vocabulary);
   const cudaStream_t stream = gpu::stream_of(dw);
@@ -235,11 +321,11 @@ void backward(Tensor& dw, const Tensor& g, const Tensor& indices) {
     const auto launch = [&](auto sum_few_kernel, auto sum_many_kernel, int64_t width) {
       const auto parts = static_cast<unsigned>((n + 32 * held * width - 1) / (32 * held * width));
       sum_few_kernel<<<dim3(gpu::blocks_for(vocabulary, warps_a_block), parts), threads, 0, stream>>>(
-          to, many, many + most_many, from, positions, firsts, vocabulary, n);
+          to, many, many + most_many, from, positions, firsts, vocabulary, n, adds);
       gpu::check_launch("embedding");
       if (most_many == 0) return;
       sum_many_kernel<<<dim3(gpu::blocks_for(most_many, 1, 1024), parts), 32 * many_warps, 0, stream>>>(
-          to, many, many + most_many, from, positions, firsts, n);
+          to, many, many + most_many, from, positions, firsts, n, adds);
       gpu::check_launch("embedding");
     };
     if (moves_packs(n, to, from))
@@ -250,7 +336,8 @@ void backward(Tensor& dw, const Tensor& g, const Tensor& indices) {
 }
 
 const CudaKernel<void(Tensor&, const Tensor&, const Tensor&)> forward_kernel{"embedding.forward", forward};
-const CudaKernel<void(Tensor&, const Tensor&, const Tensor&)> backward_kernel{"embedding.backward", backward};
+const CudaKernel<void(Tensor&, const Tensor&, const Tensor&, bool)> backward_kernel{"embedding.backward",
+                                                                                    backward};
 
 }  // namespace
 

@@ -41,11 +41,11 @@ void forward_row(T* y, C* statistics, const T* x, const T* weight, const T* bias
   statistics[2] = rstd;
 }
 
-// With h = (x - mean) * rstd: dx = rstd * (g * w - mean(g * w) - h * mean(g * w * h)), dw += g * h, db += g;
-// those that are not null.
+// With h = (x - mean) * rstd: dx = rstd * (g * w - mean(g * w) - h * mean(g * w * h)), added to what is there
+// if `adds`; dw += g * h, db += g; those that are not null.
 template <class T, class C>
 void backward_row(T* dx, C* dw, C* db, const T* g, const T* x, const T* weight, const C* statistics,
-                  int64_t n) {
+                  int64_t n, bool adds) {
   const C near = statistics[0], off = statistics[1], rstd = statistics[2];
   if (dw)
     for (int64_t i = 0; i < n; ++i) dw[i] += C(g[i]) * ((C(x[i]) - near - off) * rstd);
@@ -61,8 +61,13 @@ void backward_row(T* dx, C* dw, C* db, const T* g, const T* x, const T* weight, 
   }
   plain /= static_cast<C>(n);
   along /= static_cast<C>(n);
-  for (int64_t i = 0; i < n; ++i)
-    dx[i] = static_cast<T>(rstd * (C(g[i]) * C(weight[i]) - plain - (C(x[i]) - near - off) * rstd * along));
+  const auto slope = [=](int64_t i) {
+    return rstd * (C(g[i]) * C(weight[i]) - plain - (C(x[i]) - near - off) * rstd * along);
+  };
+  if (adds)
+    for (int64_t i = 0; i < n; ++i) dx[i] = static_cast<T>(C(dx[i]) + slope(i));
+  else
+    for (int64_t i = 0; i < n; ++i) dx[i] = static_cast<T>(slope(i));
 }
 
 // All tensors are contiguous; x, y [N, C]; weight, bias [C], bias may be undefined; statistics [N, 3].
@@ -84,9 +89,9 @@ void layer_norm_forward_cpu(Tensor& y, Tensor& statistics, const Tensor& x, cons
   });
 }
 
-// Sets those of dx [N, C], dw [C] and db [C] that are defined.
+// Sets those of dx [N, C], dw [C] and db [C] that are defined; adds to dx if `adds`.
 void layer_norm_backward_cpu(Tensor& dx, Tensor& dw, Tensor& db, const Tensor& g, const Tensor& x,
-                             const Tensor& weight, const Tensor& statistics) {
+                             const Tensor& weight, const Tensor& statistics, bool adds) {
   const int64_t rows = x.size(0), n = x.size(-1), blocks = (rows + block - 1) / block;
   dispatch_floating(x.dtype(), "layer_norm", [&](auto zero) {
     using T = decltype(zero);
@@ -105,7 +110,7 @@ void layer_norm_backward_cpu(Tensor& dx, Tensor& dw, Tensor& db, const Tensor& g
         const int64_t part = row / block * n;
         backward_row(to ? to + row * n : nullptr, dw_sums ? dw_sums + part : nullptr,
                      db_sums ? db_sums + part : nullptr, grad + row * n, from + row * n, w, moments + 3 * row,
-                     n);
+                     n, adds);
       }
     });
     if (dw.defined()) dw.copy_(sum_to(dw_parts, dw.shape()));
@@ -115,7 +120,8 @@ void layer_norm_backward_cpu(Tensor& dx, Tensor& dw, Tensor& db, const Tensor& g
 
 const Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, double)> forward_kernel{
     "layer_norm.forward", layer_norm_forward_cpu};
-const Kernel<void(Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)>
+const Kernel<void(Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                  bool)>
     backward_kernel{"layer_norm.backward", layer_norm_backward_cpu};
 
 }  // namespace
@@ -140,9 +146,11 @@ Variable layer_norm(const Variable& x, const Variable& weight, const Variable& b
                   const auto like = [&](size_t input, const Shape& size) {
                     return grads.wants(input) ? Tensor::empty(size, from.dtype(), from.device()) : Tensor();
                   };
-                  Tensor dx = like(0, shape), dw = like(1, w.shape()), db = like(2, w.shape());
+                  Tensor dx = grads.sum(0), dw = like(1, w.shape()), db = like(2, w.shape());
+                  const bool adds = dx.defined();
+                  if (!adds) dx = like(0, shape);
                   backward_kernel(from.device(), dx, dw, db, grads[0].contiguous(), from, w,
-                                  saved_statistics.get());
+                                  saved_statistics.get(), adds);
                   return {dx, dw, db};
                 });
 }

@@ -10,13 +10,14 @@ void forward(Tensor& y, Tensor& statistics, const Tensor& x, const Tensor& weigh
 }
 
 void backward(Tensor& dx, Tensor& dw, Tensor& db, const Tensor& g, const Tensor& x, const Tensor& weight,
-              const Tensor& statistics) {
-  gpu::launch_norm_backward<true>("layer_norm", dx, dw, db, g, x, weight, statistics);
+              const Tensor& statistics, bool adds) {
+  gpu::launch_norm_backward<true>("layer_norm", dx, dw, db, g, x, weight, statistics, adds);
 }
 
 const CudaKernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, double)> forward_kernel{
     "layer_norm.forward", forward};
-const CudaKernel<void(Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)>
+const CudaKernel<void(Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                      bool)>
     backward_kernel{"layer_norm.backward", backward};
 
 }  // namespace

@@ -23,9 +23,10 @@ C forward_row(T* y, const T* x, const T* weight, int64_t n, C eps) {
   return scale;
 }
 
-// With h = x * scale: dx = scale * (g * w - h * mean(g * w * h)), dw += g * h; those that are not null.
+// With h = x * scale: dx = scale * (g * w - h * mean(g * w * h)), added to what is there if `adds`;
+// dw += g * h; those that are not null.
 template <class T, class C>
-void backward_row(T* dx, C* dw, const T* g, const T* x, const T* weight, C scale, int64_t n) {
+void backward_row(T* dx, C* dw, const T* g, const T* x, const T* weight, C scale, int64_t n, bool adds) {
   if (dw)
     for (int64_t i = 0; i < n; ++i) dw[i] += C(g[i]) * (C(x[i]) * scale);
   if (!dx) return;
@@ -33,8 +34,11 @@ void backward_row(T* dx, C* dw, const T* g, const T* x, const T* weight, C scale
 #pragma omp simd reduction(+ : along)
   for (int64_t i = 0; i < n; ++i) along += C(g[i]) * C(weight[i]) * (C(x[i]) * scale);
   along /= static_cast<C>(n);
-  for (int64_t i = 0; i < n; ++i)
-    dx[i] = static_cast<T>(scale * (C(g[i]) * C(weight[i]) - C(x[i]) * scale * along));
+  const auto slope = [=](int64_t i) { return scale * (C(g[i]) * C(weight[i]) - C(x[i]) * scale * along); };
+  if (adds)
+    for (int64_t i = 0; i < n; ++i) dx[i] = static_cast<T>(C(dx[i]) + slope(i));
+  else
+    for (int64_t i = 0; i < n; ++i) dx[i] = static_cast<T>(slope(i));
 }
 
 // All tensors are contiguous; x, y [N, C], weight [C], scales [N].
@@ -54,9 +58,9 @@ void rms_norm_forward_cpu(Tensor& y, Tensor& scales, const Tensor& x, const Tens
   });
 }
 
-// Sets those of dx [N, C] and dw [C] that are defined.
+// Sets those of dx [N, C] and dw [C] that are defined; adds to dx if `adds`.
 void rms_norm_backward_cpu(Tensor& dx, Tensor& dw, const Tensor& g, const Tensor& x, const Tensor& weight,
-                           const Tensor& scales) {
+                           const Tensor& scales, bool adds) {
   const int64_t rows = x.size(0), n = x.size(-1), blocks = (rows + block - 1) / block;
   dispatch_floating(x.dtype(), "rms_norm", [&](auto zero) {
     using T = decltype(zero);
@@ -71,7 +75,7 @@ void rms_norm_backward_cpu(Tensor& dx, Tensor& dw, const Tensor& g, const Tensor
     parallel_for(0, blocks, elementwise_grain / (block * n + 1) + 1, [=](int64_t first, int64_t last) {
       for (int64_t row = first * block; row < std::min(last * block, rows); ++row)
         backward_row(to ? to + row * n : nullptr, sums ? sums + row / block * n : nullptr, grad + row * n,
-                     from + row * n, w, scale[row], n);
+                     from + row * n, w, scale[row], n, adds);
     });
     if (dw.defined()) dw.copy_(sum_to(parts, dw.shape()));
   });
@@ -79,7 +83,7 @@ void rms_norm_backward_cpu(Tensor& dx, Tensor& dw, const Tensor& g, const Tensor
 
 const Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, double)> forward_kernel{
     "rms_norm.forward", rms_norm_forward_cpu};
-const Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)>
+const Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool)>
     backward_kernel{"rms_norm.backward", rms_norm_backward_cpu};
 
 }  // namespace
@@ -102,8 +106,11 @@ Variable rms_norm(const Variable& x, const Variable& weight, double eps) {
                   const auto like = [&](size_t input, const Shape& size) {
                     return grads.wants(input) ? Tensor::empty(size, from.dtype(), from.device()) : Tensor();
                   };
-                  Tensor dx = like(0, shape), dw = like(1, w.shape());
-                  backward_kernel(from.device(), dx, dw, grads[0].contiguous(), from, w, saved_scales.get());
+                  Tensor dx = grads.sum(0), dw = like(1, w.shape());
+                  const bool adds = dx.defined();
+                  if (!adds) dx = like(0, shape);
+                  backward_kernel(from.device(), dx, dw, grads[0].contiguous(), from, w, saved_scales.get(),
+                                  adds);
                   return {dx, dw};
                 });
 }

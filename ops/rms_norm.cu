@@ -9,14 +9,14 @@ void forward(Tensor& y, Tensor& scales, const Tensor& x, const Tensor& weight, d
 }
 
 void backward(Tensor& dx, Tensor& dw, const Tensor& g, const Tensor& x, const Tensor& weight,
-              const Tensor& scales) {
+              const Tensor& scales, bool adds) {
   Tensor no_bias;
-  gpu::launch_norm_backward<false>("rms_norm", dx, dw, no_bias, g, x, weight, scales);
+  gpu::launch_norm_backward<false>("rms_norm", dx, dw, no_bias, g, x, weight, scales, adds);
 }
 
 const CudaKernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, double)> forward_kernel{
     "rms_norm.forward", forward};
-const CudaKernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&)>
+const CudaKernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, bool)>
     backward_kernel{"rms_norm.backward", backward};
 
 }  // namespace
