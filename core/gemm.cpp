@@ -333,13 +333,15 @@ Tensor usable(const Tensor& x) {
   return rows || columns ? x : x.contiguous();
 }
 
-void product_cpu(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& bias, bool accumulate) {
+Tensor sums_of_rows(const Tensor& a) { return sum_to(a.transpose(0, 1), {a.size(0)}); }
+
+void multiply_cpu(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& bias, bool accumulate) {
   if (c.numel() == 0) return;
   const DType wide = c.dtype() == f64 ? f64 : f32;
   if (c.dtype() != wide || c.strides()[-1] != 1) {  // 16-bit floats, and results without a unit stride
     Tensor result = Tensor::empty(c.shape(), wide);
     if (accumulate) result.copy_(c);
-    product_cpu(result, a.to(wide), b.to(wide), bias.defined() ? bias.to(wide) : bias, accumulate);
+    multiply_cpu(result, a.to(wide), b.to(wide), bias.defined() ? bias.to(wide) : bias, accumulate);
     c.copy_(result);
   } else if (wide == f64) {
     product_of<double>(c, a, b, bias, accumulate);
@@ -348,8 +350,14 @@ void product_cpu(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& bias
   }
 }
 
-const Kernel<void(Tensor&, const Tensor&, const Tensor&, const Tensor&, bool)> product_kernel{
-    "product", product_cpu, [](Tensor& c, const Tensor& a, const Tensor&, const Tensor&, bool) {
+void product_cpu(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& options) {
+  multiply_cpu(c, a, b, options.bias, options.accumulate);
+  if (options.addend.defined()) add_into(c, options.addend);
+  if (options.row_sums) *options.row_sums = sums_of_rows(a);
+}
+
+const Kernel<void(Tensor&, const Tensor&, const Tensor&, const ProductOptions&)> product_kernel{
+    "product", product_cpu, [](Tensor& c, const Tensor& a, const Tensor&, const ProductOptions&) {
       return 2.0 * static_cast<double>(c.numel()) * static_cast<double>(a.size(-1));
     }};
 
@@ -364,6 +372,10 @@ void product(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& 
         "[product] ", a.shape(), " times ", b.shape(), " does not give ", c.shape());
   check(!options.bias.defined() || options.bias.shape() == Shape{c.size(-1)}, Error::Kind::Shape,
         "[product] bias must be [", c.size(-1), "]");
+  check(!options.addend.defined() || (options.addend.shape() == c.shape() && !options.accumulate),
+        Error::Kind::Shape, "[product] addend must be ", c.shape(), ", without accumulate");
+  check(!options.row_sums || c.dim() == 2, Error::Kind::Shape, "[product] row sums are of a matrix, got ",
+        a.shape());
   // Leading axes of c, with the matrices' own last two.
   const auto spread = [&](const Tensor& x) {
     Shape shape = c.shape();
@@ -371,8 +383,9 @@ void product(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& 
     shape[-1] = x.size(-1);
     return usable(x).expand(shape);
   };
-  const Tensor bias = options.bias.defined() ? options.bias.contiguous() : Tensor();
-  product_kernel(c.device(), c, spread(a), spread(b), bias, options.accumulate);
+  ProductOptions ready = options;
+  if (ready.bias.defined()) ready.bias = ready.bias.contiguous();
+  product_kernel(c.device(), c, spread(a), spread(b), ready);
 }
 
 }  // namespace torus

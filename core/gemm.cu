@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "torus/core/cuda.h"
 #include "torus/core/gemm.h"
@@ -65,12 +66,12 @@ struct Plan {
   DType dtype;
   int64_t m, n, k, batches;
   Operand a, b, d;
-  bool bias, accumulate, tf32;
+  bool bias, adds, tf32;
   int device;
 
   bool operator<(const Plan& o) const {
-    return std::tie(dtype, m, n, k, batches, a, b, d, bias, accumulate, tf32, device) <
-           std::tie(o.dtype, o.m, o.n, o.k, o.batches, o.a, o.b, o.d, o.bias, o.accumulate, o.tf32, o.device);
+    return std::tie(dtype, m, n, k, batches, a, b, d, bias, adds, tf32, device) <
+           std::tie(o.dtype, o.m, o.n, o.k, o.batches, o.a, o.b, o.d, o.bias, o.adds, o.tf32, o.device);
   }
 };
 
@@ -168,15 +169,18 @@ bool usable(const Tensor& x) {
   return count == 1 || leading >= length;  // an expanded or overlapping axis is not
 }
 
+// `addend` has the strides of c.
 template <class T>
-void multiply(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& bias, bool accumulate,
+void multiply(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& options,
               cudaStream_t stream) {
   const int64_t m = c.size(-2), n = c.size(-1), k = a.size(-1);
   const Library& cublas = library(c.device());
   T* const c_data = write<T>(c);
   const T *const a_data = read<T>(a), *const b_data = read<T>(b);
-  const T* const bias_data = bias.defined() ? read<T>(bias) : nullptr;
-  const compute<T> alpha = 1, beta = accumulate ? 1 : 0;
+  const T* const added = options.addend.defined() ? read<T>(options.addend) : c_data;
+  const T* const bias = options.bias.defined() ? read<T>(options.bias) : nullptr;
+  const bool adds = options.accumulate || options.addend.defined();
+  const compute<T> alpha = 1, beta = adds ? 1 : 0;
 
   // Leading axes from the last on are one batch as long as each operand moves by equal distances.
   const int axes = c.dim() - 2;
@@ -202,70 +206,73 @@ void multiply(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& bias, b
       for (int t = 0; t < 3; ++t) offset[t] += rest % c.size(axis) * operands[t]->strides()[axis];
       rest /= c.size(axis);
     }
-    const T *const a_at = a_data + offset[1], *const b_at = b_data + offset[2];
+    const T *const a_at = a_data + offset[1], *const b_at = b_data + offset[2],
+                   *const added_at = added + offset[0];
     T* const c_at = c_data + offset[0];
     // c = a b by rows is c^T = b^T a^T by columns.
-    const Plan plan{.dtype = c.dtype(),
-                    .m = n,
-                    .n = m,
-                    .k = k,
-                    .batches = batches,
-                    .a = operand(b, b_at, step[2]),
-                    .b = operand(a, a_at, step[1]),
-                    .d = operand(c, c_at, step[0]),
-                    .bias = bias_data != nullptr,
-                    .accumulate = accumulate,
-                    .tf32 = c.dtype() == f32 && tf32_allowed(),
-                    .device = c.device().index};
+    Plan plan{.dtype = c.dtype(),
+              .m = n,
+              .n = m,
+              .k = k,
+              .batches = batches,
+              .a = operand(b, b_at, step[2]),
+              .b = operand(a, a_at, step[1]),
+              .d = operand(c, c_at, step[0]),
+              .bias = bias != nullptr,
+              .adds = adds,
+              .tf32 = c.dtype() == f32 && tf32_allowed(),
+              .device = c.device().index};
+    plan.d.alignment = std::min(plan.d.alignment, operand(c, added_at, step[0]).alignment);
     const Prepared& ready = prepared(plan, cublas.handle);
-    if (bias_data) {
-      // Set on a copy: the prepared one is shared between threads.
-      cublasLtMatmulDescOpaque_t copy;
-      std::memcpy(&copy, ready.operation, sizeof copy);
-      check_cublas(cublasLtMatmulDescSetAttribute(&copy, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias_data,
-                                                  sizeof bias_data));
-      check_cublas(cublasLtMatmul(cublas.handle, &copy, &alpha, b_at, ready.a, a_at, ready.b, &beta, c_at,
-                                  ready.d, c_at, ready.d, &ready.algorithm, cublas.workspace, workspace_bytes,
-                                  stream));
-    } else {
-      check_cublas(cublasLtMatmul(cublas.handle, ready.operation, &alpha, b_at, ready.a, a_at, ready.b, &beta,
-                                  c_at, ready.d, c_at, ready.d, &ready.algorithm, cublas.workspace,
-                                  workspace_bytes, stream));
-    }
+    // What it points to is set on a copy: the prepared one is shared between threads.
+    cublasLtMatmulDescOpaque_t operation;
+    std::memcpy(&operation, ready.operation, sizeof operation);
+    if (bias)
+      check_cublas(
+          cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias));
+    check_cublas(cublasLtMatmul(cublas.handle, &operation, &alpha, b_at, ready.a, a_at, ready.b, &beta,
+                                added_at, ready.d, c_at, ready.d, &ready.algorithm, cublas.workspace,
+                                workspace_bytes, stream));
   }
 }
 
-void product_cuda(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& bias, bool accumulate) {
+Tensor sums_of_rows(const Tensor& a) { return sum_to(a.transpose(0, 1), {a.size(0)}); }
+
+void product_cuda(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& options) {
+  ProductOptions rest = options;
+  if (rest.row_sums) *std::exchange(rest.row_sums, nullptr) = sums_of_rows(a);
   if (c.numel() == 0) return;
-  const cudaStream_t stream = stream_of(c);
   if (a.size(-1) == 0) {
-    if (!accumulate && bias.defined())
-      c.copy_(bias);
-    else if (!accumulate)
-      c.fill_(0);
-    else if (bias.defined())
-      add_into(c, bias);
+    if (!rest.accumulate) c.fill_(0);
+    if (rest.bias.defined()) add_into(c, rest.bias);
+    if (rest.addend.defined()) add_into(c, rest.addend);
     return;
   }
-  // cuBLAS has no epilogue for f64 biases, and none that adds to what is there in the same way.
-  if (bias.defined() && (accumulate || c.dtype() == f64)) {
-    product_cuda(c, a, b, Tensor(), accumulate);
+  // cuBLASLt has no epilogue for f64 biases.
+  if (c.dtype() == f64 && rest.bias.defined()) {
+    const Tensor bias = std::exchange(rest.bias, Tensor());
+    product_cuda(c, a, b, rest);
     add_into(c, bias);
     return;
   }
   if (c.strides()[-1] != 1 && c.size(-1) != 1) {
-    Tensor result = accumulate ? c.contiguous() : Tensor::empty(c.shape(), c.dtype(), c.device());
-    product_cuda(result, a, b, bias, accumulate);
+    Tensor result = rest.accumulate ? c.contiguous() : Tensor::empty(c.shape(), c.dtype(), c.device());
+    product_cuda(result, a, b, rest);
     c.copy_(result);
     return;
   }
+  if (rest.addend.defined() && rest.addend.strides() != c.strides()) {
+    c.copy_(rest.addend);
+    rest.addend = Tensor();
+    rest.accumulate = true;
+  }
+  const cudaStream_t stream = stream_of(c);
   const Tensor left = usable(a) ? a : a.contiguous(), right = usable(b) ? b : b.contiguous();
-  gpu::dispatch_floating(c.dtype(), "product", [&](auto zero) {
-    multiply<decltype(zero)>(c, left, right, bias, accumulate, stream);
-  });
+  gpu::dispatch_floating(c.dtype(), "product",
+                         [&](auto zero) { multiply<decltype(zero)>(c, left, right, rest, stream); });
 }
 
-const CudaKernel<void(Tensor&, const Tensor&, const Tensor&, const Tensor&, bool)> product_kernel{
+const CudaKernel<void(Tensor&, const Tensor&, const Tensor&, const ProductOptions&)> product_kernel{
     "product", product_cuda};
 
 }  // namespace

@@ -6,13 +6,16 @@
 namespace torus {
 
 struct ProductOptions {
-  bool accumulate = false;  // c += a @ b instead of c = a @ b
-  Tensor bias = {};         // [N], added to every row of c; undefined for none
+  bool accumulate = false;     // c += a @ b instead of c = a @ b
+  Tensor bias = {};            // [N], added to every row of c; undefined for none
+  Tensor addend = {};          // shaped as c, added to it; undefined for none. Not with `accumulate`
+  Tensor* row_sums = nullptr;  // set to the sums [M] of the rows of a, which must be a matrix; null for none
 };
 
-/// c [..., M, N] = a [..., M, K] @ b [..., K, N] + bias, all of one floating dtype. Leading axes broadcast to c's.
-/// Operands may have any strides: one with a unit stride along rows or columns is used in place, any other is
-/// copied. c has no overlap. 16-bit operands are summed in f32. The bits do not depend on the thread count.
+/// c [..., M, N] = a [..., M, K] @ b [..., K, N] + bias + addend, all of one floating dtype. Leading axes
+/// broadcast to c's. Operands may have any strides: one with a unit stride along rows or columns is used in
+/// place, any other is copied. c has no overlap. 16-bit operands are summed in f32. The bits do not depend on
+/// the thread count.
 void product(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& options = {});
 
 }  // namespace torus

@@ -64,7 +64,7 @@ const NeighborhoodAttention::Place& NeighborhoodAttention::place(const std::vect
   return places_.emplace(grid, std::move(made)).first->second;
 }
 
-Variable NeighborhoodAttention::operator()(const Variable& x) const {
+Variable NeighborhoodAttention::operator()(const Variable& x, const Variable& residual) const {
   const int axes = static_cast<int>(options_.window.size());
   check(x.dim() == axes + 2 && x.size(-1) == options_.channels, Error::Kind::Shape,
         "[neighborhood_attention] expected x [B, ", axes, " grid axes, ", options_.channels, "], got ",
@@ -72,15 +72,16 @@ Variable NeighborhoodAttention::operator()(const Variable& x) const {
   const std::vector<int64_t> grid(x.shape().begin() + 1, x.shape().begin() + 1 + axes);
   const Place& here = place(grid, x.device());
   const int64_t batch = x.size(0), tokens = x.shape().slice(1, axes + 1).numel();
-  const auto parts = split(qkv(reshape(x, {batch, tokens, options_.channels})),
-                           {options_.channels, options_.channels, options_.channels}, -1);
+  const auto in_line = [&](const Variable& y) { return reshape(y, {batch, tokens, options_.channels}); };
+  const auto parts = split(qkv(in_line(x)), {options_.channels, options_.channels, options_.channels}, -1);
   const auto heads = [&](const Variable& part) { return split_heads(part, options_.heads); };
   const auto turned = [&](const Variable& part) { return options_.rotary ? rotary(part, here.codes) : part; };
   AttentionOptions how{.mask = here.mask, .dropout = training() ? options_.dropout : 0};
   if (options_.relative_bias) how.bias.push_back(relative_bias(table, grid, wrapped_));
   const Variable mixed =
       torus::attention(turned(heads(parts[0])), turned(heads(parts[1])), heads(parts[2]), how).out;
-  return reshape(dropout_(out(join_heads(mixed))), x.shape());
+  return reshape(dropout_(out, join_heads(mixed), residual.defined() ? in_line(residual) : residual),
+                 x.shape());
 }
 
 GridTransformerBlock::GridTransformerBlock(const GridTransformerBlockOptions& options, Generator& generator)
@@ -99,8 +100,8 @@ GridTransformerBlock::GridTransformerBlock(const GridTransformerBlockOptions& op
 }
 
 Variable GridTransformerBlock::operator()(const Variable& x) const {
-  const Variable y = x + attention(norm1(x));
-  return y + mlp(norm2(y));
+  const Variable y = attention(norm1(x), x);
+  return mlp(norm2(y), y);
 }
 
 }  // namespace torus

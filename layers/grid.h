@@ -26,8 +26,9 @@ class NeighborhoodAttention : public Module {
  public:
   explicit NeighborhoodAttention(const NeighborhoodAttentionOptions& options,
                                  Generator& generator = default_generator());
-  /// x [B, X, Y, ..., C], with as many grid axes as windows, of any sizes: the same shape.
-  Variable operator()(const Variable& x) const;
+  /// x [B, X, Y, ..., C], with as many grid axes as windows, of any sizes: the same shape. Plus `residual`,
+  /// shaped as x, if given.
+  Variable operator()(const Variable& x, const Variable& residual = {}) const;
 
   Linear qkv, out;
   Parameter table;  // [heads, 2 r + 1, ...], r the reach of the window; undefined without relative_bias

@@ -16,7 +16,9 @@ Linear::Linear(int64_t inputs, int64_t outputs, const LinearOptions& options, Ge
   add("bias", bias);
 }
 
-Variable Linear::operator()(const Variable& x) const { return linear(x, weight, bias); }
+Variable Linear::operator()(const Variable& x, const Variable& residual) const {
+  return linear(x, weight, bias, residual);
+}
 
 Embedding::Embedding(int64_t count, int64_t channels, DType dtype, Generator& generator)
     : weight(randn({count, channels}, 0, 0.02, dtype, generator)) {
@@ -56,7 +58,13 @@ Dropout::Dropout(double p) : p_(p) {
   check(p >= 0 && p <= 1, Error::Kind::Value, "[dropout] expected 0 <= p <= 1, got ", p);
 }
 
-Variable Dropout::operator()(const Variable& x) const { return training() && p_ > 0 ? dropout(x, p_) : x; }
+Variable Dropout::operator()(const Variable& x, const Variable& residual) const {
+  return dropout(x, training() ? p_ : 0, default_generator(), residual);
+}
+
+Variable Dropout::operator()(const Linear& linear, const Variable& x, const Variable& residual) const {
+  return training() && p_ > 0 ? (*this)(linear(x), residual) : linear(x, residual);
+}
 
 MLP::MLP(int64_t channels, int64_t hidden, const MLPOptions& options, Generator& generator)
     : up(channels, options.swiglu ? 2 * hidden : hidden, {options.bias, options.dtype}, generator),
@@ -68,11 +76,11 @@ MLP::MLP(int64_t channels, int64_t hidden, const MLPOptions& options, Generator&
   add("dropout", dropout_);
 }
 
-Variable MLP::operator()(const Variable& x) const {
-  if (!swiglu_) return dropout_(down(gelu(up(x))));
+Variable MLP::operator()(const Variable& x, const Variable& residual) const {
+  if (!swiglu_) return dropout_(down, gelu(up(x)), residual);
   const Variable both = up(x);
   const auto parts = split(both, {both.size(-1) / 2, both.size(-1) / 2}, -1);
-  return dropout_(down(silu(parts[0]) * parts[1]));
+  return dropout_(down, silu(parts[0]) * parts[1], residual);
 }
 
 }  // namespace torus

@@ -11,13 +11,13 @@ struct LinearOptions {
   DType dtype = f32;
 };
 
-/// x [..., I] times weight [O, I] transposed, plus bias [O]: [..., O]. The weight starts uniform in
-/// +-1/sqrt(I), the bias at 0.
+/// x [..., I] times weight [O, I] transposed, plus bias [O] and, if given, residual [..., O]: [..., O]. The
+/// weight starts uniform in +-1/sqrt(I), the bias at 0.
 class Linear : public Module {
  public:
   Linear(int64_t inputs, int64_t outputs, const LinearOptions& options = {},
          Generator& generator = default_generator());
-  Variable operator()(const Variable& x) const;
+  Variable operator()(const Variable& x, const Variable& residual = {}) const;
 
   Parameter weight, bias;
 };
@@ -87,11 +87,13 @@ class Norm : public Module {
 };
 
 /// While training, zeroes each element with probability p and scales the others by 1 / (1 - p); x otherwise.
-/// Draws from the default generator.
+/// Plus residual, if given. Draws from the default generator.
 class Dropout : public Module {
  public:
   explicit Dropout(double p);
-  Variable operator()(const Variable& x) const;
+  Variable operator()(const Variable& x, const Variable& residual = {}) const;
+  /// Of linear(x), which adds the residual itself where nothing is dropped.
+  Variable operator()(const Linear& linear, const Variable& x, const Variable& residual = {}) const;
 
  private:
   double p_;
@@ -105,12 +107,12 @@ struct MLPOptions {
 };
 
 /// down(gelu(up(x))), x [..., C], with `hidden` channels in between. With `swiglu` (Shazeer, 2020) `up` has
-/// 2 hidden rows, and down(silu(a) * b) is of its two halves a and b.
+/// 2 hidden rows, and down(silu(a) * b) is of its two halves a and b. Plus residual [..., C], if given.
 class MLP : public Module {
  public:
   MLP(int64_t channels, int64_t hidden, const MLPOptions& options = {},
       Generator& generator = default_generator());
-  Variable operator()(const Variable& x) const;
+  Variable operator()(const Variable& x, const Variable& residual = {}) const;
 
   Linear up, down;
 

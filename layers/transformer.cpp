@@ -41,13 +41,14 @@ MultiHeadAttention::MultiHeadAttention(int64_t channels, int64_t heads,
   add("dropout", dropout_);
 }
 
-Variable MultiHeadAttention::operator()(const Variable& x, const Mask& mask) const {
+Variable MultiHeadAttention::operator()(const Variable& x, const Mask& mask, const Variable& residual) const {
   check(x.dim() == 3, Error::Kind::Shape, "[attention] expected x [B, N, ", channels_, "], got ", x.shape());
   const auto parts = split(qkv(x), {channels_, kv_channels_, kv_channels_}, -1);
-  return attend(turned(heads(parts[0]), 0), turned(heads(parts[1]), 0), heads(parts[2]), mask);
+  return attend(turned(heads(parts[0]), 0), turned(heads(parts[1]), 0), heads(parts[2]), mask, residual);
 }
 
-Variable MultiHeadAttention::operator()(const Variable& x, KeyValueCache& cache) const {
+Variable MultiHeadAttention::operator()(const Variable& x, KeyValueCache& cache,
+                                        const Variable& residual) const {
   check(x.dim() == 3, Error::Kind::Shape, "[attention] expected x [B, N, ", channels_, "], got ", x.shape());
   check(Tape::current() == nullptr, Error::Kind::Value,
         "[attention] a cache passes no gradients; use it inside NoGrad");
@@ -69,7 +70,7 @@ Variable MultiHeadAttention::operator()(const Variable& x, KeyValueCache& cache)
   // One token sees all before it.
   return attend(turned(heads(parts[0]), first), Variable(cache.keys.slice(2, 0, last)),
                 Variable(cache.values.slice(2, 0, last)),
-                x.size(1) == 1 ? full() : causal(Align::bottom_right));
+                x.size(1) == 1 ? full() : causal(Align::bottom_right), residual);
 }
 
 Variable MultiHeadAttention::operator()(const Variable& x, const Variable& context, const Mask& mask) const {
@@ -79,7 +80,7 @@ Variable MultiHeadAttention::operator()(const Variable& x, const Variable& conte
   const auto weights = split(qkv.weight, rows, 0);
   const auto biases = qkv.bias.defined() ? split(qkv.bias, rows, 0) : std::vector<Variable>(2);
   const auto parts = split(linear(context, weights[1], biases[1]), {kv_channels_, kv_channels_}, -1);
-  return attend(heads(linear(x, weights[0], biases[0])), heads(parts[0]), heads(parts[1]), mask);
+  return attend(heads(linear(x, weights[0], biases[0])), heads(parts[0]), heads(parts[1]), mask, {});
 }
 
 Variable MultiHeadAttention::heads(const Variable& x) const {
@@ -96,11 +97,11 @@ Variable MultiHeadAttention::turned(const Variable& x, int64_t first) const {
   return rotary(x, codes_.slice(1, first, last));
 }
 
-Variable MultiHeadAttention::attend(const Variable& q, const Variable& k, const Variable& v,
-                                    const Mask& mask) const {
+Variable MultiHeadAttention::attend(const Variable& q, const Variable& k, const Variable& v, const Mask& mask,
+                                    const Variable& residual) const {
   const Variable mixed =
       torus::attention(q, k, v, {.mask = mask, .dropout = training() ? weight_dropout_ : 0}).out;
-  return dropout_(out(join_heads(mixed)));
+  return dropout_(out, join_heads(mixed), residual);
 }
 
 CrossAttention::CrossAttention(const CrossAttentionOptions& o, Generator& generator)
@@ -126,7 +127,7 @@ Variable CrossAttention::operator()(const Variable& x, const Variable& context, 
   const auto heads = [&](const Variable& y) { return split_heads(y, options_.heads); };
   const Variable mixed =
       torus::attention(heads(to_q(x)), heads(to_k(from)), heads(to_v(from)), {.mask = mask}).out;
-  return dropout_(to_out(join_heads(mixed)));
+  return dropout_(to_out, join_heads(mixed));
 }
 
 TransformerBlock::TransformerBlock(int64_t channels, int64_t heads, const TransformerBlockOptions& options,
@@ -156,11 +157,11 @@ TransformerBlock::TransformerBlock(int64_t channels, int64_t heads, const Transf
 template <class How>
 Variable TransformerBlock::run(const Variable& x, How&& how) const {
   if (post_norm_) {
-    const Variable y = norm1(x + attention(x, how));
-    return norm2(y + mlp(y));
+    const Variable y = norm1(attention(x, how, x));
+    return norm2(mlp(y, y));
   }
-  const Variable y = x + attention(norm1(x), how);
-  return y + mlp(norm2(y));
+  const Variable y = attention(norm1(x), how, x);
+  return mlp(norm2(y), y);
 }
 
 Variable TransformerBlock::operator()(const Variable& x, const Mask& mask) const { return run(x, mask); }

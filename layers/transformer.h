@@ -24,16 +24,17 @@ struct KeyValueCache {
 };
 
 /// Attention of `heads` heads of C / heads channels between two projections (Vaswani et al., 2017): `qkv`,
-/// whose rows are the queries', the keys' and the values', and `out`.
+/// whose rows are the queries', the keys' and the values', and `out`. The result is added to `residual`,
+/// shaped as x, if given.
 class MultiHeadAttention : public Module {
  public:
   MultiHeadAttention(int64_t channels, int64_t heads, const MultiHeadAttentionOptions& options = {},
                      Generator& generator = default_generator());
   /// Self-attention: x [B, N, C] gives [B, N, C].
-  Variable operator()(const Variable& x, const Mask& mask = full()) const;
+  Variable operator()(const Variable& x, const Mask& mask = full(), const Variable& residual = {}) const;
   /// Causal self-attention of x [B, N, C], the tokens after those of the cache, to which it adds them. Throws
   /// Error{Value} where the cache is full, or while a tape records: gradients do not reach the cache.
-  Variable operator()(const Variable& x, KeyValueCache& cache) const;
+  Variable operator()(const Variable& x, KeyValueCache& cache, const Variable& residual = {}) const;
   /// Cross-attention: x [B, N, C] reads context [B, M, C]; the mask is of N queries and M keys.
   Variable operator()(const Variable& x, const Variable& context, const Mask& mask = full()) const;
 
@@ -44,7 +45,8 @@ class MultiHeadAttention : public Module {
   Variable heads(const Variable& x) const;
   /// Turned as tokens first, first + 1, ..., if `rotary`.
   Variable turned(const Variable& x, int64_t first) const;
-  Variable attend(const Variable& q, const Variable& k, const Variable& v, const Mask& mask) const;
+  Variable attend(const Variable& q, const Variable& k, const Variable& v, const Mask& mask,
+                  const Variable& residual) const;
 
   int64_t channels_, kv_channels_, head_channels_;
   bool rotary_;

@@ -41,8 +41,8 @@ void draw_block(uint32_t* words, uint64_t start, uint64_t key) {
   }
 }
 
-// y = x * scale where the element stays, else 0 whatever x is.
-void dropout_cpu(Tensor& y, const Tensor& x, DropoutDraws draws) {
+// y = x * scale where the element stays, else 0 whatever x is; plus residual, if defined.
+void dropout_cpu(Tensor& y, const Tensor& x, const Tensor& residual, DropoutDraws draws) {
   const Tensor in_order = x.contiguous();
   dispatch_floating(y.dtype(), "dropout", [&](auto zero) {
     using T = decltype(zero);
@@ -63,23 +63,35 @@ void dropout_cpu(Tensor& y, const Tensor& x, DropoutDraws draws) {
       }
     });
   });
+  if (residual.defined()) add_into(y, residual);
 }
 
-const Kernel<void(Tensor&, const Tensor&, DropoutDraws)> dropout_kernel{"dropout", dropout_cpu};
+const Kernel<void(Tensor&, const Tensor&, const Tensor&, DropoutDraws)> dropout_kernel{"dropout",
+                                                                                       dropout_cpu};
 
 }  // namespace
 
-Variable dropout(const Variable& x, double p, Generator& generator) {
+Variable dropout(const Variable& x, double p, Generator& generator, const Variable& residual) {
   check(p >= 0 && p <= 1, Error::Kind::Value, "[dropout] p must be in [0, 1], got ", p);
   check_floating("dropout", x);
-  if (p == 0) return x;
+  if (residual.defined()) {
+    check(residual.shape() == x.shape(), Error::Kind::Shape, "[dropout] residual must be ", x.shape(),
+          " as x, got ", residual.shape());
+    check(residual.dtype() == x.dtype(), Error::Kind::DType, "[dropout] residual must be ", x.dtype(),
+          " as x, got ", residual.dtype());
+    check(residual.device() == x.device(), Error::Kind::Device, "[dropout] residual must be on ", x.device(),
+          " as x, got ", residual.device());
+  }
+  if (p == 0) return residual.defined() ? x + residual : x;
   const uint64_t start = generator.reserve(static_cast<uint64_t>((x.numel() + block - 1) / block * lanes));
   const auto limit = static_cast<uint32_t>(std::max(std::ldexp(p, 32), 1.0) - 1);
   const DropoutDraws draws{generator.seed(), start, limit, p < 1 ? 1 / (1 - p) : 0};
   // Nothing is saved: backward draws again.
-  return record("dropout", {x}, mapped(dropout_kernel, x.value(), draws),
+  return record("dropout", {x, residual},
+                mapped(dropout_kernel, x.value(), residual.defined() ? residual.value() : Tensor(), draws),
                 [draws](const OutputGrads& grads) -> std::vector<Tensor> {
-                  return {mapped(dropout_kernel, grads[0], draws)};
+                  return {grads.wants(0) ? mapped(dropout_kernel, grads[0], Tensor(), draws) : Tensor(),
+                          grads.wants(1) ? grads[0] : Tensor()};
                 });
 }
 

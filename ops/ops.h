@@ -77,8 +77,10 @@ Variable matmul(const Variable& a, const Variable& b);
 /// each term. One matmul of permuted views; operands are copied only where letters that must be merged do not
 /// lie in one line.
 Variable einsum(const std::string& equation, const Variable& a, const Variable& b);
-/// x [..., I] times weight [O, I] transposed, plus bias [O] (optional), gives [..., O].
-Variable linear(const Variable& x, const Variable& weight, const Variable& bias = {});
+/// x [..., I] times weight [O, I] transposed, plus bias [O] and residual [..., O] (both optional), gives
+/// [..., O].
+Variable linear(const Variable& x, const Variable& weight, const Variable& bias = {},
+                const Variable& residual = {});
 
 // Reductions. No axes means all. `keep` leaves reduced axes with size 1. 16-bit floats sum in f32; the bits
 // do not depend on the thread count. The mean or maximum of nothing throws.
@@ -135,7 +137,9 @@ Variable scatter_add(const Variable& x, int axis, const Tensor& index, const Var
 Tensor one_hot(const Tensor& indices, int64_t classes, DType dtype = f32);
 
 /// Each element is 0 with probability p, and x / (1 - p) otherwise. 0 <= p <= 1 (1 gives zeros); p = 0 is x.
-Variable dropout(const Variable& x, double p, Generator& generator = default_generator());
+/// `residual`, shaped as x, is added to the result if given.
+Variable dropout(const Variable& x, double p, Generator& generator = default_generator(),
+                 const Variable& residual = {});
 
 // Shapes: as the members of Tensor, recorded. Views share memory with x.
 Variable reshape(const Variable& x, const Shape& shape);
@@ -172,9 +176,9 @@ Variable unfold(const Variable& x, const std::vector<int64_t>& patch,
 Variable fold(const Variable& tokens, const std::vector<int64_t>& grid, const std::vector<int64_t>& patch,
               const std::vector<int64_t>& stride = {});
 
-/// The discrete Fourier transform of complex numbers x [..., 2] along axes before the last (all of them if none is
-/// named), centred and orthonormal: along an axis of any length N, with c = N / 2 rounded down,
-/// y[k] = sum_n x[n] exp(-2 pi i (k - c) (n - c) / N) / sqrt(N), and + for the inverse.
+/// The discrete Fourier transform of complex numbers x [..., 2] along axes before the last (all of them if
+/// none is named), centred and orthonormal: along an axis of any length N, with c = N / 2 rounded down, y[k]
+/// = sum_n x[n] exp(-2 pi i (k - c) (n - c) / N) / sqrt(N), and + for the inverse.
 Variable fft(const Variable& x, const std::vector<int>& axes = {}, bool inverse = false);
 
 // Rotary position codes (Su et al., 2021).

@@ -163,6 +163,19 @@ TEST_F(CudaProduct, AgreesWithTheCpu) {
                     {.accumulate = accumulate, .bias = with_bias ? bias.to(cuda) : bias});
             EXPECT_LT(difference(got, expected), tolerance)
                 << dtype << " " << m << " " << n << " " << k << " " << transposes << with_bias << accumulate;
+            if (accumulate || m * n < 100) continue;  // sums may cancel
+            const Tensor addend = randn({m, n}, 0, 1, dtype);
+            Tensor sums, device_sums;
+            product(expected, a, b, {.bias = bias, .addend = addend, .row_sums = &sums});
+            product(got, there(a, transposes & 1), there(b, transposes & 2),
+                    {.bias = with_bias ? bias.to(cuda) : bias,
+                     .addend = transposes & 1 ? there(addend.transpose(0, 1).clone().transpose(0, 1), true)
+                                              : addend.to(cuda),
+                     .row_sums = &device_sums});
+            EXPECT_LT(difference(got, expected), tolerance)
+                << dtype << " " << m << " " << n << " " << k << " " << transposes << with_bias;
+            EXPECT_LT(difference(device_sums, sums), 10 * tolerance)
+                << "sums of rows " << dtype << " " << m << " " << n << " " << k << " " << transposes;
           }
   }
 }

@@ -82,6 +82,13 @@ TEST_F(FusedCuda, LayerNorm) {
       expect_same(
           label(dtype, shape) + " without bias", [](const auto& v) { return layer_norm(v[0], v[1]); }, {x, w},
           g);
+      expect_same(
+          label(dtype, shape) + " of what others use",
+          [](const auto& v) {
+            const Variable y = v[0] * 2;
+            return y - layer_norm(y, v[1], v[2]);
+          },
+          {x, w, b}, g);
     }
 }
 
@@ -94,6 +101,13 @@ TEST_F(FusedCuda, RmsNorm) {
       if (n == 1) continue;
       expect_same(
           label(dtype, shape), [](const auto& v) { return rms_norm(v[0], v[1]); }, {x, w}, g);
+      expect_same(
+          label(dtype, shape) + " of what others use",
+          [](const auto& v) {
+            const Variable y = v[0] * 2;
+            return y - rms_norm(y, v[1]);
+          },
+          {x, w}, g);
     }
 }
 
@@ -215,6 +229,18 @@ TEST_F(FusedCuda, DropoutHasTheBitsOfTheCpu) {
           EXPECT_EQ(got[i].to_vector<double>(), expected[i].to_vector<double>()) << dtype << ' ' << count;
         EXPECT_EQ(here.state(), there.state());
       }
+  // Added to something, which is one rounding.
+  for (DType dtype : {f64, f32, bf16})
+    for (int64_t count : {1, 257, 5000}) {
+      const Tensor x = randn({count}, 0, 1, dtype), residual = randn({count}, 0, 1, dtype);
+      expect_same(
+          "residual",
+          [](const auto& v) {
+            Generator generator(9);
+            return dropout(v[0], 0.3, generator, v[1]);
+          },
+          {x, residual}, x);
+    }
   // Not on a multiple of 16 bytes.
   const Tensor base = randn({1001});
   Generator here(8), there(8);

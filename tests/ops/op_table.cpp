@@ -149,6 +149,15 @@ Arrays matmul_reference(const Arrays& in) {
   return {y};
 }
 
+Array scaled(Array x, double by) {
+  for (double& value : x.values) value *= by;
+  return x;
+}
+Arrays plus(Array a, const Array& b) {
+  for (size_t i = 0; i < a.values.size(); ++i) a.values[i] += b.values[i];
+  return {a};
+}
+
 Arrays linear_reference(const Arrays& in) {
   const Array &x = in[0], &weight = in[1];
   Shape shape = x.shape;
@@ -395,6 +404,14 @@ std::vector<Row> op_table() {
              return Variables{dropout(x[0], dropout_p, generator)};
            },
            dropout_reference, Cases{{{3, 5}}, {{2, 3, 100}}, {{}}, {{1}}, {{0, 4}}}, one_large});
+  add_row({"dropout_residual",
+           [](auto& x) {
+             Generator generator(dropout_seed);
+             return Variables{dropout(x[0], dropout_p, generator, x[1])};
+           },
+           [](const Arrays& in) { return plus(dropout_reference({in[0]})[0], in[1]); },
+           Cases{{{3, 5}, {3, 5}}, {{2, 3, 100}, {2, 3, 100}}, {{}, {}}, {{1}, {1}}, {{0, 4}, {0, 4}}},
+           {one_large[0], one_large[0]}});
 
   // Products.
   add_row({"matmul",
@@ -424,6 +441,31 @@ std::vector<Row> op_table() {
                  {{2, 0}, {3, 0}, {3}},
                  {{2, 3}, {0, 3}, {0}}},
            {{3, 90, 70}, {60, 70}, {60}}});
+
+  add_row({"linear_residual",
+           [](auto& x) { return Variables{linear(x[0], x[1], x[2], x[3])}; },
+           [](const Arrays& in) {
+             return plus(linear_reference({in[0], in[1], in[2]})[0], in[3]);
+           },
+           Cases{{{3, 4}, {5, 4}, {5}, {3, 5}},
+                 {{2, 3, 4}, {2, 4}, {2}, {2, 3, 2}},
+                 {{4}, {3, 4}, {3}, {3}},
+                 {{1, 1}, {1, 1}, {1}, {1, 1}},
+                 {{0, 3}, {2, 3}, {2}, {0, 2}},
+                 {{2, 0}, {3, 0}, {3}, {2, 3}}},
+           {{3, 90, 70}, {60, 70}, {60}, {3, 90, 60}}});
+  // Ops that add into the gradient of a value that others use, too.
+  add_row({"linear_of_used",
+           [](auto& x) {
+             const Variable y = x[0] * 2;
+             return Variables{y - linear(linear(y, x[1]), x[1])};
+           },
+           [](const Arrays& in) {
+             Array y = scaled(in[0], 2);
+             return plus(y, scaled(linear_reference({linear_reference({y, in[1]})[0], in[1]})[0], -1));
+           },
+           Cases{{{3, 4}, {4, 4}}, {{2, 3, 2}, {2, 2}}, {{1, 1}, {1, 1}}, {{0, 3}, {3, 3}}},
+           {{3, 90, 70}, {70, 70}}});
 
   // Reductions.
   const std::vector<Shape> reduced_large{{70, 30, 40}};
@@ -484,7 +526,44 @@ std::vector<Row> op_table() {
            Cases{{{4, 6}, {6}}, {{2, 3, 5}, {5}}, {{7}, {7}}, {{1, 1}, {1}}, {{0, 4}, {4}}},
            {{12, 110, 37}, {37}}});
 
+  const auto norm_of_used = [&](const char* name, auto norm, auto reference, int weights) {
+    Cases cases{{{4, 6}}, {{2, 3, 5}}, {{7}}, {{0, 4}}};
+    std::vector<Shape> large{{12, 110, 37}};
+    const auto complete = [&](std::vector<Shape>& shapes) {
+      for (int i = 0; i < weights; ++i) shapes.push_back({shapes[0].back()});
+    };
+    for (auto& shapes : cases) complete(shapes);
+    complete(large);
+    add_row({name,
+             [norm](auto& x) {
+               Variables inputs = x;
+               inputs[0] = x[0] * 2;
+               return Variables{inputs[0] - norm(inputs)};
+             },
+             [reference](const Arrays& in) {
+               Arrays inputs = in;
+               inputs[0] = scaled(in[0], 2);
+               return plus(inputs[0], scaled(reference(inputs)[0], -1));
+             },
+             cases, large});
+  };
+  norm_of_used(
+      "layer_norm_of_used", [](const Variables& x) { return layer_norm(x[0], x[1], x[2]); },
+      layer_norm_reference, 2);
+  norm_of_used(
+      "rms_norm_of_used", [](const Variables& x) { return rms_norm(x[0], x[1]); }, rms_norm_reference, 1);
+
   // Indices.
+  add_row({"embedding_tied",
+           [](auto& x) {
+             const Tensor indices = indices_for(embedding_indices(x[0].shape()), x[0].size(0));
+             return Variables{linear(embedding(x[0], indices.to(x[0].device())), x[0])};
+           },
+           [](const Arrays& in) {
+             return linear_reference({embedding_reference(in)[0], in[0]});
+           },
+           Cases{{{5, 3}}, {{1, 1}}},
+           {{300, 90}}});
   add_row({"embedding",
            [](auto& x) {
              const Tensor indices = indices_for(embedding_indices(x[0].shape()), x[0].size(0));
@@ -620,6 +699,22 @@ std::vector<Row> op_table() {
              return result;
            },
            Cases{{{3, 5}}, {{2, 2, 4}}, {{1, 1}}, {{0, 2}}}, one_large});
+  add_row({"split_joined",
+           [](auto& x) {
+             const int64_t width = x[0].size(-1);
+             const auto parts = split(x[0], {1, width - 1}, -1);
+             return Variables{cat(parts, -1) - cat({parts[1], parts[0]}, -1)};
+           },
+           [](const Arrays& in) {
+             const int64_t width = in[0].shape.back();
+             return plus(in[0], scaled(taken(in[0], in[0].shape,
+                                             [width](Index i) {
+                                               i.back() = (i.back() + 1) % width;
+                                               return i;
+                                             })[0],
+                                       -1));
+           },
+           Cases{{{3, 5}}, {{2, 2, 4}}, {{0, 2}}}, one_large});
   add_row({"cast", [](auto& x) { return Variables{cast(x[0], f64)}; }, [](const Arrays& in) { return in; },
            one, one_large});
   for (Row& row : rows_of_places()) rows.push_back(std::move(row));
