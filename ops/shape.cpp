@@ -28,6 +28,7 @@ Variable permute(const Variable& x, const std::vector<int>& order) {
 }
 
 Variable slice(const Variable& x, int axis, int64_t first, int64_t last, int64_t step) {
+  if (first == 0 && last == x.size(axis) && step == 1) return x;
   return record("slice", {x}, x.value().slice(axis, first, last, step),
                 [=, shape = x.shape()](const OutputGrads& grads) -> std::vector<Tensor> {
                   Tensor dx = Tensor::zeros(shape, grads[0].dtype(), grads[0].device());
@@ -95,6 +96,24 @@ Variable stack(const std::vector<Variable>& parts, int axis) {
   });
 }
 
+namespace {
+
+// The gradients of the parts [starts[i], starts[i + 1]) as one of the whole, if that is how they lie in
+// memory.
+Tensor joined(const OutputGrads& grads, const std::vector<int64_t>& starts, int axis, const Shape& whole) {
+  const Tensor& first = grads[0];
+  if (!first.defined() || whole.numel() == 0) return Tensor();
+  for (size_t i = 0; i + 1 < starts.size(); ++i) {
+    const Tensor& part = grads[i];
+    if (!part.defined() || part.storage() != first.storage() || part.strides() != first.strides() ||
+        part.offset() != first.offset() + starts[i] * first.strides()[axis])
+      return Tensor();
+  }
+  return first.as_strided(whole, first.strides(), first.offset());
+}
+
+}  // namespace
+
 std::vector<Variable> split(const Variable& x, const std::vector<int64_t>& sizes, int axis) {
   axis = checked_axis("split", axis, x.dim());
   std::vector<int64_t> starts{0};
@@ -110,7 +129,9 @@ std::vector<Variable> split(const Variable& x, const std::vector<int64_t>& sizes
   return record("split", inputs, parts,
                 [=, shape = x.shape(), dtype = x.dtype(),
                  device = x.device()](const OutputGrads& grads) -> std::vector<Tensor> {
-                  Tensor dx = Tensor::empty(shape, dtype, device);
+                  Tensor dx = joined(grads, starts, axis, shape);
+                  if (dx.defined()) return {dx};
+                  dx = Tensor::empty(shape, dtype, device);
                   for (size_t i = 0; i + 1 < starts.size(); ++i) {
                     Tensor part = dx.slice(axis, starts[i], starts[i + 1]);
                     if (grads[i].defined())
