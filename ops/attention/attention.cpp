@@ -56,6 +56,35 @@ Variable four_axes(const Variable& x) {
   return shape == x.shape() ? x : reshape(x, shape);
 }
 
+// Memory for the gradients of q, k and v. Where these lie side by side, as the parts of one projection do,
+// the gradients do so too: `split` then takes them as they are.
+void make_gradients(AttentionGradients& g, const AttentionProblem& p, const OutputGrads& grads) {
+  const Tensor* const operands[] = {&p.q, &p.k, &p.v};
+  Tensor* const made[] = {&g.dq, &g.dk, &g.dv};
+  const Shape& strides = p.q.strides();
+  const int64_t row = strides[2];
+  bool side_by_side = p.q.numel() > 0 && p.k.numel() > 0 && p.q.size(2) == p.k.size(2) && strides[3] == 1 &&
+                      (p.batch() == 1 || strides[0] == p.q.size(2) * row);
+  int64_t width = 0;
+  for (int i = 0; i < 3; ++i) {
+    const Tensor& x = *operands[i];
+    side_by_side = side_by_side && grads.wants(static_cast<size_t>(i)) && x.storage() == p.q.storage() &&
+                   x.strides() == strides && x.offset() == p.q.offset() + width && strides[1] == x.size(3);
+    width += x.size(1) * x.size(3);
+  }
+  if (side_by_side && width == row) {
+    const Tensor all = Tensor::empty({p.batch(), p.q.size(2), row}, p.q.dtype(), p.q.device());
+    for (int i = 0; i < 3; ++i)
+      *made[i] = all.as_strided(operands[i]->shape(), strides, operands[i]->offset() - p.q.offset());
+    return;
+  }
+  for (int i = 0; i < 3; ++i) {
+    const Tensor& x = *operands[i];
+    if (grads.wants(static_cast<size_t>(i)))
+      *made[i] = detail::empty_heads(x.size(0), x.size(1), x.size(2), x.size(3), x.dtype(), x.device());
+  }
+}
+
 void check_bias(const AttentionBias& bias, const AttentionProblem& problem) {
   const Tensor& value = bias.value().value();
   check(value.device() == problem.q.device(), Error::Kind::Device, "[attention] a bias must be on ",
@@ -252,12 +281,7 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
         g.out = saved[3].get(), g.lse = saved[4].get();
         g.d_out = grads[0].defined() ? unit_stride(grads[0]) : Tensor();
         g.d_lse = grads[1];
-        const auto like = [&](const Tensor& x) {
-          return detail::empty_heads(x.size(0), x.size(1), x.size(2), x.size(3), x.dtype(), x.device());
-        };
-        if (grads.wants(0)) g.dq = like(again.q);
-        if (grads.wants(1)) g.dk = like(again.k);
-        if (grads.wants(2)) g.dv = like(again.v);
+        make_gradients(g, again, grads);
         for (const Tensor* gradient : {&g.dq, &g.dk, &g.dv})
           if (gradient->defined()) gradient->storage()->note_kernel("attention.backward");
         std::vector<Tensor> constant_along_keys(terms.size());
