@@ -107,24 +107,37 @@ constexpr int64_t tile_group = 8;  // tiles packed together, so that columns of 
 template <class T>
 constexpr int64_t panel_width = int64_t{tile_vectors} * simd::lanes<T>;
 
-// c [M, N vectors] (+)= a @ b over `count` steps; b is a panel. Element (i, r) of the tile is a[i * pitch +
-// r] if it was packed by rows, a[r * tile_rows + i] otherwise.
+// What the sums of a tile start from: row i at data + i * stride.
+template <class T>
+struct Start {
+  const T* data;
+  int64_t stride;
+};
+
+// c [M, N vectors] = start + a @ b over `count` steps; b is a panel. Element (i, r) of the tile is
+// a[i * a_stride + r] if it lies by rows, a[r * tile_rows + i] otherwise.
 template <class T, int M, int N, bool by_rows>
-void multiply_tile(T* c, int64_t c_stride, const T* a, const T* b, int64_t count, bool accumulate) {
-  constexpr int lanes = simd::lanes<T>;
+void multiply_tile(T* c, int64_t c_stride, Start<T> start, const T* a, int64_t a_stride, const T* b,
+                   int64_t count) {
+  constexpr int lanes = simd::lanes<T>, close = 4;
   simd::Vector<T> sum[M][N];
 #pragma GCC unroll 16
   for (int i = 0; i < M; ++i)
 #pragma GCC unroll 16
-    for (int j = 0; j < N; ++j)
-      sum[i][j] = accumulate ? simd::load(c + i * c_stride + j * lanes) : simd::Vector<T>{};
+    for (int j = 0; j < N; ++j) sum[i][j] = simd::load(start.data + i * start.stride + j * lanes);
+  // Few registers address all rows: every fourth has a base, and `close` offsets reach those between.
+  const T* base[(M + close - 1) / close];
+#pragma GCC unroll 16
+  for (int i = 0; i < M; i += close) base[i / close] = a + i * a_stride;
+#pragma GCC unroll 2
   for (int64_t r = 0; r < count; ++r) {
     simd::Vector<T> right[N];
 #pragma GCC unroll 16
     for (int j = 0; j < N; ++j) right[j] = simd::load(b + (r * N + j) * lanes);
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i) {
-      const simd::Vector<T> left = simd::splat(by_rows ? a[i * pitch + r] : a[r * tile_rows + i]);
+      const simd::Vector<T> left =
+          simd::splat(by_rows ? base[i / close][i % close * a_stride + r] : a[r * tile_rows + i]);
 #pragma GCC unroll 16
       for (int j = 0; j < N; ++j) sum[i][j] += left * right[j];
     }
@@ -137,7 +150,7 @@ void multiply_tile(T* c, int64_t c_stride, const T* a, const T* b, int64_t count
 
 // Kernels for 2, 4, ... tile_rows rows.
 template <class T>
-using TileFunction = void (*)(T*, int64_t, const T*, const T*, int64_t, bool);
+using TileFunction = void (*)(T*, int64_t, Start<T>, const T*, int64_t, const T*, int64_t);
 
 template <class T, int N, bool by_rows>
 constexpr auto tile_functions = []<size_t... I>(std::index_sequence<I...>) {
@@ -155,32 +168,57 @@ struct Tiles {
   int64_t row(int64_t tile) const { return std::min(m, pairs * tile / count * 2); }
 };
 
-// Tiles [first, last) of a, `count` columns each. A row of zeros is added to an odd last one.
+// Up to tile_group tiles of `a`, `count` columns each, as kernels read them.
 template <class T>
-void pack_tiles(T* packed, MatrixView<const T> a, const Tiles& tiles, int64_t first, int64_t last,
-                int64_t count) {
-  if (a.column_stride == 1) {
-    for (int64_t tile = first; tile < last; ++tile, packed += tile_elements) {
-      const int64_t row = tiles.row(tile), rows = tiles.row(tile + 1) - row;
-      for (int64_t i = 0; i < rows; ++i) std::copy_n(a.from(row + i, 0).data, count, packed + i * pitch);
-      if (rows % 2) std::fill_n(packed + rows * pitch, count, T(0));
+class TileGroup {
+ public:
+  void set(MatrixView<const T> a, const Tiles& tiles, int64_t first, int64_t last, int64_t count) {
+    std::array<int64_t, tile_group + 1> row;
+    for (int64_t tile = first; tile <= last; ++tile) row[static_cast<size_t>(tile - first)] = tiles.row(tile);
+    const auto size = static_cast<size_t>(last - first);
+    if (a.column_stride == 1) {
+      for (size_t t = 0; t < size; ++t) set_rows(t, a.from(row[t], 0), row[t + 1] - row[t], count);
+      return;
     }
-    return;
-  }
-  constexpr int64_t whole = (tile_rows + simd::lanes<T> - 1) / simd::lanes<T> * simd::lanes<T>;
-  for (int64_t r = 0; r < count; ++r)
-    for (int64_t tile = first; tile < last; ++tile) {
-      const int64_t row = tiles.row(tile), rows = tiles.row(tile + 1) - row;
-      const T* from = a.from(row, r).data;
-      T* to = packed + (tile - first) * tile_elements + r * tile_rows;
-      if (row + whole <= tiles.m) {
-        std::copy_n(from, whole, to);  // what is too much will be overwritten
-      } else {
-        std::copy_n(from, rows, to);
-        if (rows % 2) to[rows] = 0;
+    constexpr int64_t whole = (tile_rows + simd::lanes<T> - 1) / simd::lanes<T> * simd::lanes<T>;
+    for (size_t t = 0; t < size; ++t) data_[t] = packed(t);
+    for (int64_t r = 0; r < count; ++r)
+      for (size_t t = 0; t < size; ++t) {
+        const T* from = a.data + row[t] + r * a.column_stride;
+        T* to = packed(t) + r * tile_rows;
+        if (row[t] + whole <= tiles.m) {
+          std::copy_n(from, whole, to);  // what is too much will be overwritten
+        } else {
+          const int64_t rows = row[t + 1] - row[t];
+          std::copy_n(from, rows, to);
+          if (rows % 2) to[rows] = 0;
+        }
       }
+  }
+  const T* data(int64_t tile) const { return data_[static_cast<size_t>(tile)]; }
+  int64_t stride(int64_t tile) const { return stride_[static_cast<size_t>(tile)]; }
+
+ private:
+  // Rows are read where they lie. They are copied if they would meet in one cache set, or if an odd last one
+  // lacks the row of zeros that kernels want.
+  void set_rows(size_t tile, MatrixView<const T> a, int64_t rows, int64_t count) {
+    constexpr int64_t set_bytes = 4096;
+    const bool meet = rows > 2 && a.row_stride * static_cast<int64_t>(sizeof(T)) % set_bytes == 0;
+    if (!meet && rows % 2 == 0) {
+      data_[tile] = a.data, stride_[tile] = a.row_stride;
+      return;
     }
-}
+    T* to = packed(tile);
+    for (int64_t i = 0; i < rows; ++i) std::copy_n(a.data + i * a.row_stride, count, to + i * pitch);
+    if (rows % 2) std::fill_n(to + rows * pitch, count, T(0));
+    data_[tile] = to, stride_[tile] = pitch;
+  }
+  T* packed(size_t tile) { return memory_ + static_cast<int64_t>(tile) * tile_elements; }
+
+  alignas(64) T memory_[tile_group * tile_elements];
+  std::array<const T*, tile_group> data_;
+  std::array<int64_t, tile_group> stride_{};
+};
 
 // `count` rows of a panel: `columns` columns of b, filled up to `width` with zeros.
 template <class T>
@@ -234,49 +272,67 @@ struct PackedPanels {
 template <class T>
 void multiply_packed(MatrixView<T> c, MatrixView<const T> a, const PackedPanels<T>& packed, const T* bias,
                      int64_t m, bool accumulate) {
+  static constexpr T zeros[panel_width<T>] = {};
   const Tiles tiles(m);
   const int64_t panels = packed.panels;
   const bool by_rows = a.column_stride == 1;
-  parallel_for(
-      0, tiles.count * panels, parallel_work / (tile_rows * panel_width<T> * packed.k) + 1,
-      [&](int64_t first, int64_t last) {
-        alignas(64) T group[tile_group * tile_elements];
-        alignas(64) T edge[tile_rows * panel_width<T>];
-        const int64_t first_tile = first / panels, last_tile = (last - 1) / panels + 1;
-        for (int64_t r = 0; r < packed.k; r += depth) {
-          const int64_t count = std::min(depth, packed.k - r);
-          const bool add = accumulate || bias || r > 0;
-          for (int64_t i = first; i < last; ++i) {
-            const int64_t tile = i / panels, panel = i % panels, slot = (tile - first_tile) % tile_group;
-            if (slot == 0 && (panel == 0 || i == first))
-              pack_tiles(group, a.from(0, r), tiles, tile, std::min(tile + tile_group, last_tile), count);
-            const int64_t row = tiles.row(tile), rows = tiles.row(tile + 1) - row;
-            const int64_t column = panel * panel_width<T>, columns = packed.columns_of(panel);
-            const int64_t width = packed.width_of(panel);
-            const MatrixView<T> to = c.from(row, column);
-            if (bias && r == 0)
-              for (int64_t y = 0; y < rows; ++y)
-                start_row(to.from(y, 0).data, bias + column, columns, accumulate);
+  parallel_for(0, tiles.count * panels, parallel_work / (tile_rows * panel_width<T> * packed.k) + 1,
+               [&](int64_t first, int64_t last) {
+                 TileGroup<T> group;
+                 alignas(64) T edge[tile_rows * panel_width<T>];
+                 const int64_t first_tile = first / panels, last_tile = (last - 1) / panels + 1;
+                 for (int64_t r = 0; r < packed.k; r += depth) {
+                   const int64_t count = std::min(depth, packed.k - r);
+                   for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+                     const int64_t slot = (tile - first_tile) % tile_group;
+                     if (slot == 0)
+                       group.set(a.from(0, r), tiles, tile, std::min(tile + tile_group, last_tile), count);
+                     const int64_t row = tiles.row(tile), rows = tiles.row(tile + 1) - row;
+                     const auto kernel = static_cast<size_t>((rows + 1) / 2 - 1);
+                     const int64_t last_panel = std::min(panels, last - tile * panels);
+                     for (int64_t panel = std::max<int64_t>(0, first - tile * panels); panel < last_panel;
+                          ++panel) {
+                       const int64_t column = panel * panel_width<T>, columns = packed.columns_of(panel);
+                       const int64_t width = packed.width_of(panel);
+                       const MatrixView<T> to = c.from(row, column);
+                       const bool whole = columns == width && rows % 2 == 0;
+                       Start<T> start{zeros, 0};
+                       if (accumulate || r > 0)
+                         start = {to.data, to.row_stride};
+                       else if (bias && whole)
+                         start = {bias + column, 0};
 
-            const auto kernel = static_cast<size_t>((rows + 1) / 2 - 1);
-            const auto multiply_into =
-                width == panel_width<T>
-                    ? (by_rows ? tile_functions<T, 2, true> : tile_functions<T, 2, false>)[kernel]
-                    : (by_rows ? tile_functions<T, 1, true> : tile_functions<T, 1, false>)[kernel];
-            const T* left = group + slot * tile_elements;
-            const T* right = packed.at(panel, r, count);
-            if (columns == width && rows % 2 == 0) {
-              multiply_into(to.data, to.row_stride, left, right, count, add);
-              continue;
-            }
-            // The kernel writes more than c holds.
-            for (int64_t y = 0; add && y < rows; ++y)
-              std::copy_n(to.from(y, 0).data, columns, edge + y * width);
-            multiply_into(edge, width, left, right, count, add);
-            for (int64_t y = 0; y < rows; ++y) std::copy_n(edge + y * width, columns, to.from(y, 0).data);
-          }
-        }
-      });
+                       const auto multiply_into =
+                           width == panel_width<T>
+                               ? (by_rows ? tile_functions<T, 2, true> : tile_functions<T, 2, false>)[kernel]
+                               : (by_rows ? tile_functions<T, 1, true> : tile_functions<T, 1, false>)[kernel];
+                       const auto multiply = [&](T* into, int64_t stride) {
+                         multiply_into(into, stride, start, group.data(slot), group.stride(slot),
+                                       packed.at(panel, r, count), count);
+                       };
+                       if (whole) {
+                         if (bias && r == 0 && accumulate)
+                           for (int64_t y = 0; y < rows; ++y)
+                             start_row(to.from(y, 0).data, bias + column, columns, true);
+                         multiply(to.data, to.row_stride);
+                         continue;
+                       }
+                       // The kernel reads and writes more than c holds.
+                       if (accumulate || bias || r > 0) {
+                         for (int64_t y = 0; y < rows; ++y) {
+                           if (bias && r == 0)
+                             start_row(to.from(y, 0).data, bias + column, columns, accumulate);
+                           std::copy_n(to.from(y, 0).data, columns, edge + y * width);
+                         }
+                         start = {edge, width};
+                       }
+                       multiply(edge, width);
+                       for (int64_t y = 0; y < rows; ++y)
+                         std::copy_n(edge + y * width, columns, to.from(y, 0).data);
+                     }
+                   }
+                 }
+               });
 }
 
 template <class T>
