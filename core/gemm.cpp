@@ -101,11 +101,13 @@ void multiply_narrow(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T>
 constexpr int tile_rows = simd::vector_bytes == 64 ? 14 : 6, tile_vectors = 2;
 constexpr int64_t depth = 256, packed_depth = 1024, packed_panels = 16;
 constexpr int64_t pitch = depth + 16;  // between rows of a packed tile, so that they meet in no cache set
-constexpr int64_t tile_elements = tile_rows * pitch;
 constexpr int64_t tile_group = 8;  // tiles packed together, so that columns of `a` are read in long pieces
 
 template <class T>
 constexpr int64_t panel_width = int64_t{tile_vectors} * simd::lanes<T>;
+// Of a tile that is packed by columns: whole vectors, since stores across cache lines are slow.
+template <class T>
+constexpr int64_t column_pitch = (tile_rows + simd::lanes<T> - 1) / simd::lanes<T>* simd::lanes<T>;
 
 // What the sums of a tile start from: row i at data + i * stride.
 template <class T>
@@ -115,7 +117,7 @@ struct Start {
 };
 
 // c [M, N vectors] = start + a @ b over `count` steps; b is a panel. Element (i, r) of the tile is
-// a[i * a_stride + r] if it lies by rows, a[r * tile_rows + i] otherwise.
+// a[i * a_stride + r] if it lies by rows, a[r * column_pitch + i] otherwise.
 template <class T, int M, int N, bool by_rows>
 void multiply_tile(T* c, int64_t c_stride, Start<T> start, const T* a, int64_t a_stride, const T* b,
                    int64_t count) {
@@ -137,7 +139,7 @@ void multiply_tile(T* c, int64_t c_stride, Start<T> start, const T* a, int64_t a
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i) {
       const simd::Vector<T> left =
-          simd::splat(by_rows ? base[i / close][i % close * a_stride + r] : a[r * tile_rows + i]);
+          simd::splat(by_rows ? base[i / close][i % close * a_stride + r] : a[r * column_pitch<T> + i]);
 #pragma GCC unroll 16
       for (int j = 0; j < N; ++j) sum[i][j] += left * right[j];
     }
@@ -180,14 +182,13 @@ class TileGroup {
       for (size_t t = 0; t < size; ++t) set_rows(t, a.from(row[t], 0), row[t + 1] - row[t], count);
       return;
     }
-    constexpr int64_t whole = (tile_rows + simd::lanes<T> - 1) / simd::lanes<T> * simd::lanes<T>;
     for (size_t t = 0; t < size; ++t) data_[t] = packed(t);
     for (int64_t r = 0; r < count; ++r)
       for (size_t t = 0; t < size; ++t) {
         const T* from = a.data + row[t] + r * a.column_stride;
-        T* to = packed(t) + r * tile_rows;
-        if (row[t] + whole <= tiles.m) {
-          std::copy_n(from, whole, to);  // what is too much will be overwritten
+        T* to = packed(t) + r * column_pitch<T>;
+        if (row[t] + column_pitch<T> <= tiles.m) {
+          std::copy_n(from, column_pitch<T>, to);
         } else {
           const int64_t rows = row[t + 1] - row[t];
           std::copy_n(from, rows, to);
@@ -213,6 +214,7 @@ class TileGroup {
     if (rows % 2) std::fill_n(to + rows * pitch, count, T(0));
     data_[tile] = to, stride_[tile] = pitch;
   }
+  static constexpr int64_t tile_elements = column_pitch<T> * pitch;
   T* packed(size_t tile) { return memory_ + static_cast<int64_t>(tile) * tile_elements; }
 
   alignas(64) T memory_[tile_group * tile_elements];
