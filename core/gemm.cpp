@@ -99,7 +99,7 @@ void multiply_narrow(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T>
 // `a`, `depth` long, stays in the first level while packed panels of `b` stream past it from the second. A
 // tile's sums fill the registers. Each element of c is summed in one order, whatever thread does it.
 constexpr int tile_rows = simd::vector_bytes == 64 ? 14 : 6, tile_vectors = 2;
-constexpr int64_t depth = 256, packed_depth = 1024, packed_panels = 16;
+constexpr int64_t depth = 256, packed_panels = 16, packed_elements = 16 * 32 * depth;
 constexpr int64_t pitch = depth + 16;  // between rows of a packed tile, so that they meet in no cache set
 constexpr int64_t tile_group = 8;  // tiles packed together, so that columns of `a` are read in long pieces
 
@@ -235,7 +235,7 @@ void pack_panel(T* panel, MatrixView<const T> b, int64_t count, int64_t columns,
     simd::transpose(panel, width, b.data, b.column_stride, columns, count);
 }
 
-// One packed part of b: `k` rows and `n` columns, at most packed_depth and packed_panels panels.
+// One packed part of b: `k` rows and `n` columns, at most packed_panels panels; it fits the second level.
 template <class T>
 struct PackedPanels {
   Tensor memory;
@@ -259,14 +259,17 @@ struct PackedPanels {
   }
 
   void fill(MatrixView<const T> b) {
-    const int64_t steps = (k + depth - 1) / depth, elements = depth * panel_width<T>;
-    parallel_for(0, panels * steps, parallel_elements / elements + 1, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        const int64_t panel = i % panels, row = i / panels * depth, count = std::min(depth, k - row);
-        pack_panel(at(panel, row, count), b.from(row, panel * panel_width<T>), count, columns_of(panel),
-                   width_of(panel));
-      }
-    });
+    // A few rows of all panels at a time, so that long rows are read in one piece; columns are long pieces.
+    const int64_t block = b.column_stride == 1 ? 16 : depth, blocks = (k + block - 1) / block;
+    parallel_for(0, panels * blocks, parallel_elements / (block * panel_width<T>)+1,
+                 [&](int64_t first, int64_t last) {
+                   for (int64_t i = first; i < last; ++i) {
+                     const int64_t panel = i % panels, row = i / panels * block, step = row / depth * depth;
+                     pack_panel(at(panel, step, std::min(depth, k - step)) + (row - step) * width_of(panel),
+                                b.from(row, panel * panel_width<T>), std::min(block, k - row),
+                                columns_of(panel), width_of(panel));
+                   }
+                 });
   }
 };
 
@@ -340,10 +343,11 @@ void multiply_packed(MatrixView<T> c, MatrixView<const T> a, const PackedPanels<
 template <class T>
 void multiply_wide(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T> b, const T* bias, int64_t m,
                    int64_t n, int64_t k, bool accumulate) {
-  const int64_t step = packed_panels * panel_width<T>;
-  for (int64_t column = 0; column < n; column += step)
-    for (int64_t row = 0; row < k; row += packed_depth) {
-      PackedPanels<T> packed(std::min(step, n - column), std::min(packed_depth, k - row));
+  const int64_t columns = std::min(n, packed_panels * panel_width<T>);
+  const int64_t rows = std::max<int64_t>(1, packed_elements / columns / depth) * depth;
+  for (int64_t column = 0; column < n; column += columns)
+    for (int64_t row = 0; row < k; row += rows) {
+      PackedPanels<T> packed(std::min(columns, n - column), std::min(rows, k - row));
       packed.fill(b.from(row, column));
       multiply_packed(c.from(0, column), a.from(0, row), packed, bias && row == 0 ? bias + column : nullptr,
                       m, accumulate || row > 0);
