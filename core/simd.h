@@ -75,13 +75,31 @@ V larger(V a, V b) {
   return a > b ? a : b;
 }
 
-/// Lane i is all ones where bit i is set.
+/// x in the lanes whose bits are set, `otherwise` elsewhere.
 template <class T>
-IntVector<T> lanes_of_bits(uint64_t bits) {
+Vector<T> select(uint64_t bits, Vector<T> x, T otherwise) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>)
+    return reinterpret_cast<Vector<T>>(_mm512_mask_mov_ps(
+        _mm512_set1_ps(otherwise), static_cast<__mmask16>(bits), reinterpret_cast<__m512>(x)));
+  else
+    return reinterpret_cast<Vector<T>>(_mm512_mask_mov_pd(
+        _mm512_set1_pd(otherwise), static_cast<__mmask8>(bits), reinterpret_cast<__m512d>(x)));
+#else
   IntVector<T> place;
   for (int i = 0; i < lanes<T>; ++i) place[i] = 1 << i;
   using Int = std::remove_reference_t<decltype(place[0])>;
-  return (place & static_cast<Int>(bits)) != 0;
+  return (place & static_cast<Int>(bits)) != 0 ? x : splat(otherwise);
+#endif
+}
+
+/// Whether any lane of a comparison is true.
+template <class Mask>
+bool any(Mask lanes_true) {
+  uint64_t words[sizeof(Mask) / sizeof(uint64_t)], all = 0;
+  __builtin_memcpy(words, &lanes_true, sizeof(words));
+  for (uint64_t word : words) all |= word;
+  return all != 0;
 }
 
 /// exp, a few units in the last place; 0 for what is too small, infinity for what is too large, NaN of NaN.
@@ -91,18 +109,21 @@ inline FloatVector exp(FloatVector x) {
   // Subnormal results would be slow to make and to use. A NaN compares with nothing, so it stays.
   const __mmask16 normal =
       _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_set1_ps(-87.3365f), _CMP_NLT_UQ);
-  x = x > 89.f ? splat(89.f) : x;
+  // Of a number and a NaN this takes its second operand.
+  x = reinterpret_cast<FloatVector>(
+      _mm512_maskz_min_ps(0xffff, _mm512_set1_ps(89.f), reinterpret_cast<__m512>(x)));
 #endif
   const FloatVector biased = x * 1.44269504f + shift, n = biased - shift;
-  FloatVector r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  FloatVector p = splat(1.98756915e-4f);
-  p = p * r + 1.39819995e-3f;
-  p = p * r + 8.33345190e-3f;
-  p = p * r + 4.16657960e-2f;
-  p = p * r + 1.66666655e-1f;
-  p = p * r + 5.00000000e-1f;
-  p = p * (r * r) + r + 1.f;
+  // What is lost of ln 2 here, 2e-9 n, is less than the last place of x.
+  const FloatVector r = x - n * 0.693147182f;
+  // 1 + r + r^2 p(r), |r| <= ln(2) / 2, minimax to 4e-9.
+  FloatVector p = splat(1.381314236e-3f);
+  p = p * r + 8.369419043e-3f;
+  p = p * r + 4.166845683e-2f;
+  p = p * r + 1.666651479e-1f;
+  p = p * r + 4.999999305e-1f;
+  p = p * r + 1.f;
+  p = p * r + 1.f;
 #if defined(__AVX512F__)
   return reinterpret_cast<FloatVector>(
       _mm512_maskz_scalef_ps(normal, reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(n)));
@@ -218,21 +239,22 @@ void multiply_micro(const T* const* rows, int64_t first_row, int64_t depth, cons
     for (int j = 0; j < N; ++j) store(c + i * c_stride + j * lanes<T>, sum[i][j]);
 }
 
-// Narrow panels take more rows at once, so that as many sums are in flight.
+// Narrow panels take more rows at once, so that as many sums are in flight and each vector of b, once loaded,
+// serves more of them.
 template <class T, int N, Rows by>
 void multiply_columns(const T* const* rows, int64_t count, int64_t depth, const T* b, int64_t b_stride, T* c,
                       int64_t c_stride, bool accumulate) {
-  constexpr int tall = N >= 4 || panel_vectors < 4 ? 4 : 8;
+  constexpr int most = panel_vectors == 4 ? 24 : 8;  // sums, of 32 or 16 registers
+  constexpr int tall = most / N < 8 ? most / N : 8;
   int64_t i = 0;
-  for (; i + tall <= count; i += tall)
-    multiply_micro<T, tall, N, by>(rows, i, depth, b, b_stride, c + i * c_stride, c_stride, accumulate);
-  const auto rest = [&]<int M>(std::integral_constant<int, M>) {
+  const auto by_rows = [&]<int M>(std::integral_constant<int, M>) {
     for (; i + M <= count; i += M)
       multiply_micro<T, M, N, by>(rows, i, depth, b, b_stride, c + i * c_stride, c_stride, accumulate);
   };
-  rest(std::integral_constant<int, 4>{});
-  rest(std::integral_constant<int, 2>{});
-  rest(std::integral_constant<int, 1>{});
+  by_rows(std::integral_constant<int, tall>{});
+  by_rows(std::integral_constant<int, 4>{});
+  by_rows(std::integral_constant<int, 2>{});
+  by_rows(std::integral_constant<int, 1>{});
 }
 
 /// c [count, width] (+)= a [count, depth] @ b [depth, width], the rows of `a` wherever pointers say. `width`
@@ -240,16 +262,17 @@ void multiply_columns(const T* const* rows, int64_t count, int64_t depth, const 
 template <class T, Rows by>
 void multiply_panel(const T* const* rows, int64_t count, int64_t depth, const T* b, int64_t b_stride, T* c,
                     int64_t c_stride, int64_t width, bool accumulate) {
-  constexpr int wide = panel_vectors;
   int64_t j = 0;
-  for (; j + wide * lanes<T> <= width; j += wide * lanes<T>)
-    multiply_columns<T, wide, by>(rows, count, depth, b + j, b_stride, c + j, c_stride, accumulate);
-  if (wide > 2 && j + 2 * lanes<T> <= width) {
-    multiply_columns<T, 2, by>(rows, count, depth, b + j, b_stride, c + j, c_stride, accumulate);
-    j += 2 * lanes<T>;
+  const auto by_columns = [&]<int N>(std::integral_constant<int, N>) {
+    for (; j + N * lanes<T> <= width; j += N * lanes<T>)
+      multiply_columns<T, N, by>(rows, count, depth, b + j, b_stride, c + j, c_stride, accumulate);
+  };
+  by_columns(std::integral_constant<int, panel_vectors>{});
+  if constexpr (panel_vectors > 2) {
+    by_columns(std::integral_constant<int, 3>{});
+    by_columns(std::integral_constant<int, 2>{});
   }
-  for (; j < width; j += lanes<T>)
-    multiply_columns<T, 1, by>(rows, count, depth, b + j, b_stride, c + j, c_stride, accumulate);
+  by_columns(std::integral_constant<int, 1>{});
 }
 
 }  // namespace torus::simd

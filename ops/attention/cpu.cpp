@@ -137,7 +137,7 @@ void for_each_block(const MaskMap& map, Side side, int64_t tile, F&& f) {
     }
 }
 
-// The rows of a block that some of a group of lanes need.
+// Rows of a block that some of neighbouring vectors of lanes need.
 struct Panel {
   int64_t lane, lanes;  // first lane, and how many
   int64_t count;
@@ -148,41 +148,58 @@ struct Panel {
 
 template <class T, class F>
 void for_each_panel(const Block& block, int64_t used_lanes, F&& f) {
-  constexpr int64_t lanes = simd::lanes<T>;
+  constexpr int64_t lanes = simd::lanes<T>, most_vectors = tile_size / lanes;
+  constexpr uint64_t vector = ~uint64_t{0} >> (64 - lanes);
+  constexpr int few_rows = 4;  // products of fewer wait for each sum
   Panel panel;
-  const auto all_rows = [&](bool masked) {
-    panel.lane = 0, panel.lanes = used_lanes, panel.count = block.count, panel.masked = masked;
-    std::iota(panel.rows, panel.rows + block.count, 0);
-    if (masked) std::copy(block.bits, block.bits + block.count, panel.words);
+  const auto send = [&](int64_t first, int64_t last, uint64_t rows, const uint64_t* bits) {
+    panel.lane = first * lanes, panel.lanes = (last - first) * lanes, panel.masked = bits;
+    panel.count = 0;
+    for (; rows; rows &= rows - 1) {
+      const int64_t row = std::countr_zero(rows);
+      panel.rows[panel.count] = row;
+      panel.words[panel.count++] = bits ? bits[row] >> panel.lane : 0;
+    }
     f(static_cast<const Panel&>(panel));
   };
-  if (!block.bits) return all_rows(false);
-  // The rows that each group of lanes needs.
-  constexpr uint64_t group = lanes == 64 ? ~uint64_t{0} : (uint64_t{1} << lanes) - 1;
-  const int64_t groups = used_lanes / lanes;
-  uint8_t rows[tile_size / lanes][tile_size];
-  int64_t counts[tile_size / lanes], needed = 0;
-  for (int64_t g = 0; g < groups; ++g) {
-    int64_t count = 0;
-    for (int64_t r = 0; r < block.count; ++r) {
-      rows[g][count] = static_cast<uint8_t>(r);
-      count += (block.bits[r] >> (g * lanes) & group) != 0;
+  const int64_t vectors = used_lanes / lanes;
+  const uint64_t all_rows = ~uint64_t{0} >> (64 - block.count);
+  if (!block.bits) return send(0, vectors, all_rows, nullptr);
+  // Each row is needed by runs of vectors. The rows of each run [first, last):
+  uint64_t rows_of[most_vectors][most_vectors + 1] = {};
+  int64_t needed = 0;
+  for (int64_t r = 0; r < block.count; ++r) {
+    uint64_t wanted = 0;
+    for (int64_t v = 0; v < vectors; ++v)
+      wanted |= uint64_t{(block.bits[r] >> (v * lanes) & vector) != 0} << v;
+    needed += std::popcount(wanted);
+    while (wanted) {
+      const int first = std::countr_zero(wanted), last = first + std::countr_one(wanted >> first);
+      rows_of[first][last] |= uint64_t{1} << r;
+      wanted &= ~uint64_t{0} << last;
     }
-    counts[g] = count;
-    needed += count;
   }
   // Wide panels are a little faster for each score, so splitting must save something.
-  if (8 * needed >= 7 * block.count * groups) return all_rows(true);
-  panel.lanes = lanes, panel.masked = true;
-  for (int64_t g = 0; g < groups; ++g) {
-    if (counts[g] == 0) continue;
-    panel.lane = g * lanes, panel.count = counts[g];
-    for (int64_t i = 0; i < counts[g]; ++i) {
-      panel.rows[i] = rows[g][i];
-      panel.words[i] = block.bits[rows[g][i]] >> panel.lane & group;
+  if (8 * needed >= 7 * block.count * vectors) return send(0, vectors, all_rows, block.bits);
+  // Runs that few rows need join; bits of other runs of those rows are left out.
+  int64_t few_first = vectors, few_last = 0;
+  uint64_t few = 0, few_bits[tile_size];
+  for (int64_t first = 0; first < vectors; ++first)
+    for (int64_t last = first + 1; last <= vectors; ++last) {
+      const uint64_t rows = rows_of[first][last];
+      if (std::popcount(rows) >= few_rows) {
+        send(first, last, rows, block.bits);
+        continue;
+      }
+      for (uint64_t rest = rows; rest; rest &= rest - 1) {
+        const int row = std::countr_zero(rest);
+        const uint64_t run = ~uint64_t{0} >> (64 - (last - first) * lanes) << (first * lanes);
+        few_bits[row] = (few >> row & 1 ? few_bits[row] : 0) | (block.bits[row] & run);
+        few |= uint64_t{1} << row;
+        few_first = std::min(few_first, first), few_last = std::max(few_last, last);
+      }
     }
-    f(static_cast<const Panel&>(panel));
-  }
+  if (few) send(few_first, few_last, few, few_bits);
 }
 
 // Rows of one block as the arithmetic wants them: in place, or widened.
@@ -234,12 +251,6 @@ template <class T, class RowWord, class Key>
 void dropout_factors(T* factors, int64_t lanes, uint32_t threshold, T keep_scale, RowWord row_word, Key key) {
   for (int64_t lane = 0; lane < lanes; ++lane)
     factors[lane] = AttentionDropout::mix(row_word(lane), key(lane)) >= threshold ? keep_scale : T(0);
-}
-
-// `allowed` in the lanes from `lane` on where `word` has a bit, `otherwise` elsewhere.
-template <class T>
-Vector<T> select(uint64_t word, int64_t lane, Vector<T> allowed, T otherwise) {
-  return simd::lanes_of_bits<T>(word >> lane) ? allowed : splat(otherwise);
 }
 
 // ---------------------------------------------------------------------------------------------------- bias
@@ -458,6 +469,60 @@ class Scores {
 
 // ------------------------------------------------------------------------------------------------- forward
 
+// What weights of each lane are relative to, about its largest score so far, and their sum.
+template <class T>
+struct OnlineSums {
+  T *base, *total;
+};
+
+// N vectors of lanes of a panel: scores become weights relative to the base of their lane; `shrink` is what
+// all before must be multiplied by. Returns whether that matters anywhere.
+template <class T, bool masked, int N>
+bool online_softmax(T* s, const Panel& panel, int64_t lane, T scale, OnlineSums<T> sums, T* shrink) {
+  constexpr int lanes = simd::lanes<T>;
+  // A base follows the largest score only if that grew by more, which is rare after the first panel.
+  constexpr T slack = 8;
+  Vector<T> largest[N], base[N], sum[N] = {};
+#pragma GCC unroll 4
+  for (int j = 0; j < N; ++j) largest[j] = splat(-infinity<T>);
+  for (int64_t r = 0; r < panel.count; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) {
+      T* at = s + r * tile_size + j * lanes;
+      Vector<T> score = load(at) * scale;
+      if constexpr (masked) {
+        score = simd::select(panel.words[r] >> (lane + j * lanes), score, -infinity<T>);
+        store(at, score);
+      }
+      largest[j] = simd::larger(score, largest[j]);
+    }
+  bool matters = false;
+#pragma GCC unroll 4
+  for (int j = 0; j < N; ++j) {
+    const Vector<T> before = load(sums.base + j * lanes);
+    const Vector<T> after = largest[j] > before + slack ? largest[j] : before;
+    base[j] = after == -infinity<T> ? Vector<T>{} : after;  // no key yet
+    const Vector<T> factor = simd::exp(before - base[j]);
+    matters |= simd::any((factor != T(1)) & (before != -infinity<T>));
+    store(sums.base + j * lanes, after);
+    store(shrink + j * lanes, factor);
+  }
+  for (int64_t r = 0; r < panel.count; ++r)
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) {
+      T* at = s + r * tile_size + j * lanes;
+      // Rounded: fused with the subtraction, the product would be another score.
+      const Vector<T> score = masked ? load(at) : simd::rounded(load(at) * scale);
+      const Vector<T> weight = simd::exp(score - base[j]);
+      store(at, weight);
+      sum[j] += weight;
+    }
+#pragma GCC unroll 4
+  for (int j = 0; j < N; ++j)
+    store(sums.total + j * lanes, load(sums.total + j * lanes) * load(shrink + j * lanes) + sum[j]);
+  return matters;
+}
+
 template <class S>
 class Forward {
  public:
@@ -492,11 +557,11 @@ class Forward {
     const auto k = read_head<S>(p_.k, b, kv), v = read_head<S>(p_.v, b, kv);
 
     Scratch<T> q(width * tile_size), acc(value_width * tile_size), s(tile_size * tile_size);
-    alignas(64) T top[tile_size], total[tile_size], factor[tile_size];
+    alignas(64) T base[tile_size], total[tile_size], factor[tile_size];
     uint32_t row_words[tile_size] = {};
     pack_transposed(static_cast<T*>(q), read_head<S>(p_.q, b, h), owners, width);
     std::fill(acc + 0, acc + value_width * tile_size, T(0));
-    std::fill(top, top + tile_size, -infinity<T>);
+    std::fill(base, base + tile_size, -infinity<T>);
     std::fill(total, total + tile_size, T(0));
     if (p_.dropout.active())
       for (size_t i = 0; i < owners.size(); ++i) row_words[i] = p_.dropout.row_word(bh, owners[i]);
@@ -513,9 +578,16 @@ class Forward {
         if (scores_.finishes()) scores_.finish(s, nullptr, {block, panel, owners, Side::query}, b, h);
         bool rescale = false;
         with_bool(panel.masked, [&](auto masked) {
-          for (int64_t lane = 0; lane < panel.lanes; lane += lanes)
-            rescale |= online_softmax<masked>(s + lane, panel, lane, scores_.scale(), top + first + lane,
-                                              total + first + lane, factor + first + lane);
+          int64_t lane = 0;
+          const auto by_vectors = [&]<int N>(std::integral_constant<int, N>) {
+            for (; lane + N * lanes <= panel.lanes; lane += N * lanes)
+              rescale |= online_softmax<T, masked, N>(s + lane, panel, lane, scores_.scale(),
+                                                      {base + first + lane, total + first + lane},
+                                                      factor + first + lane);
+          };
+          by_vectors(std::integral_constant<int, 4>{});
+          by_vectors(std::integral_constant<int, 2>{});
+          by_vectors(std::integral_constant<int, 1>{});
         });
         if (p_.dropout.active()) drop(s, row_words + first, block, panel);
         if (rescale)
@@ -534,7 +606,7 @@ class Forward {
 
     for (int64_t lane = 0; lane < used; lane += lanes) {
       const Vector<T> inverse = 1 / load(total + lane);
-      const auto empty = load(top + lane) == -infinity<T>;
+      const auto empty = load(base + lane) == -infinity<T>;
       for (int64_t d = 0; d < value_width; ++d) {
         T* at = acc + d * tile_size + lane;
         store(at, empty ? Vector<T>{} : load(at) * inverse);
@@ -543,35 +615,7 @@ class Forward {
     unpack_transposed(write_head(out_data_, out_, b, h), static_cast<T*>(acc), owners, value_width);
     for (size_t i = 0; i < owners.size(); ++i)
       lse_data_[bh * p_.queries() + owners[i]] =
-          top[i] == -infinity<T> ? top[i] : top[i] + std::log(total[i]);
-  }
-
-  // One vector of lanes of a panel: scores become weights relative to the largest score so far; `shrink` is
-  // what all before must be multiplied by. Returns whether that is other than 1 anywhere.
-  template <bool masked>
-  static bool online_softmax(T* s, const Panel& panel, int64_t lane, T scale, T* top, T* total, T* shrink) {
-    const Vector<T> before = load(top);
-    Vector<T> now = before;
-    for (int64_t r = 0; r < panel.count; ++r) {
-      Vector<T> score = load(s + r * tile_size) * scale;
-      if constexpr (masked) score = select(panel.words[r], lane, score, -infinity<T>);
-      store(s + r * tile_size, score);
-      now = simd::larger(score, now);
-    }
-    const Vector<T> base = now == -infinity<T> ? Vector<T>{} : now;  // no key yet
-    Vector<T> sum{};
-    for (int64_t r = 0; r < panel.count; ++r) {
-      const Vector<T> weight = simd::exp(load(s + r * tile_size) - base);
-      store(s + r * tile_size, weight);
-      sum += weight;
-    }
-    const Vector<T> factor = simd::exp(before - base);
-    store(total, load(total) * factor + sum);
-    store(top, now);
-    store(shrink, factor);
-    bool other = false;
-    for (int i = 0; i < simd::lanes<T>; ++i) other |= factor[i] != 1;
-    return other;
+          base[i] == -infinity<T> ? base[i] : base[i] + std::log(total[i]);
   }
 
   void drop(T* weights, const uint32_t* row_words, const Block& block, const Panel& panel) const {
@@ -907,12 +951,12 @@ class Backward {
         // is of.
         Vector<T> weight = simd::exp(simd::rounded(load(p_at) * scale) - lse);
         // Selected last: lse is NaN where a key that the query does see is.
-        if constexpr (masked) weight = select(pairs.panel.words[r], lane, weight, T(0));
+        if constexpr (masked) weight = simd::select(pairs.panel.words[r] >> lane, weight, T(0));
         if (wants_scores) {
           Vector<T> d_weight = load(ds_at);
           if constexpr (drops) d_weight *= load(factors + lane);
           Vector<T> d_score = weight * (d_weight - delta) * scale;
-          if constexpr (masked) d_score = select(pairs.panel.words[r], lane, d_score, T(0));
+          if constexpr (masked) d_score = simd::select(pairs.panel.words[r] >> lane, d_score, T(0));
           store(ds_at, d_score);
         }
         if constexpr (drops) weight *= load(factors + lane);
