@@ -168,34 +168,37 @@ typedef double DoubleQuad __attribute__((vector_size(32)));
 typedef int32_t Int32Quad __attribute__((vector_size(16)));
 typedef int64_t Int64Quad __attribute__((vector_size(32)));
 
+/// to[j][i] = from[i][j] for i, j < 4.
+template <class T>
+void transpose_quads(const T* const (&from)[4], T* const (&to)[4]) {
+  using Quad = std::conditional_t<std::is_same_v<T, float>, FloatQuad, DoubleQuad>;
+  using Places = std::conditional_t<std::is_same_v<T, float>, Int32Quad, Int64Quad>;
+  Quad row[4];
+  for (int l = 0; l < 4; ++l) __builtin_memcpy(&row[l], from[l], sizeof(Quad));
+  const Quad a = __builtin_shuffle(row[0], row[1], Places{0, 4, 1, 5});
+  const Quad b = __builtin_shuffle(row[2], row[3], Places{0, 4, 1, 5});
+  const Quad c = __builtin_shuffle(row[0], row[1], Places{2, 6, 3, 7});
+  const Quad d = __builtin_shuffle(row[2], row[3], Places{2, 6, 3, 7});
+  const Quad column[4] = {
+      __builtin_shuffle(a, b, Places{0, 1, 4, 5}), __builtin_shuffle(a, b, Places{2, 3, 6, 7}),
+      __builtin_shuffle(c, d, Places{0, 1, 4, 5}), __builtin_shuffle(c, d, Places{2, 3, 6, 7})};
+  for (int l = 0; l < 4; ++l) __builtin_memcpy(to[l], &column[l], sizeof(Quad));
+}
+
 /// to[j][i] = from[i][j] for i < rows and j < columns; strides in elements.
-template <class To, class From>
-void transpose(To* to, int64_t to_stride, const From* from, int64_t from_stride, int64_t rows,
-               int64_t columns) {
-  int64_t block_rows = 0, block_columns = 0;
-  if constexpr (std::is_same_v<To, From> && std::is_floating_point_v<To>) {
-    using Quad = std::conditional_t<std::is_same_v<To, float>, FloatQuad, DoubleQuad>;
-    using Places = std::conditional_t<std::is_same_v<To, float>, Int32Quad, Int64Quad>;
-    block_rows = rows / 4 * 4, block_columns = columns / 4 * 4;
-    for (int64_t i = 0; i < block_rows; i += 4)
-      for (int64_t j = 0; j < block_columns; j += 4) {
-        Quad row[4];
-        for (int64_t l = 0; l < 4; ++l)
-          __builtin_memcpy(&row[l], from + (i + l) * from_stride + j, sizeof(Quad));
-        const Quad a = __builtin_shuffle(row[0], row[1], Places{0, 4, 1, 5});
-        const Quad b = __builtin_shuffle(row[2], row[3], Places{0, 4, 1, 5});
-        const Quad c = __builtin_shuffle(row[0], row[1], Places{2, 6, 3, 7});
-        const Quad d = __builtin_shuffle(row[2], row[3], Places{2, 6, 3, 7});
-        const Quad column[4] = {
-            __builtin_shuffle(a, b, Places{0, 1, 4, 5}), __builtin_shuffle(a, b, Places{2, 3, 6, 7}),
-            __builtin_shuffle(c, d, Places{0, 1, 4, 5}), __builtin_shuffle(c, d, Places{2, 3, 6, 7})};
-        for (int64_t l = 0; l < 4; ++l)
-          __builtin_memcpy(to + (j + l) * to_stride + i, &column[l], sizeof(Quad));
-      }
-  }
+template <class T>
+void transpose(T* to, int64_t to_stride, const T* from, int64_t from_stride, int64_t rows, int64_t columns) {
+  const int64_t block_rows = rows / 4 * 4, block_columns = columns / 4 * 4;
+  for (int64_t i = 0; i < block_rows; i += 4)
+    for (int64_t j = 0; j < block_columns; j += 4) {
+      const T* at = from + i * from_stride + j;
+      T* into = to + j * to_stride + i;
+      transpose_quads<T>({at, at + from_stride, at + 2 * from_stride, at + 3 * from_stride},
+                         {into, into + to_stride, into + 2 * to_stride, into + 3 * to_stride});
+    }
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = i < block_rows ? block_columns : 0; j < columns; ++j)
-      to[j * to_stride + i] = static_cast<To>(from[i * from_stride + j]);
+      to[j * to_stride + i] = from[i * from_stride + j];
 }
 
 /// Whether no element is infinite or NaN.
@@ -214,28 +217,28 @@ template <class T, int M, int N, Rows by>
 void multiply_micro(const T* const* rows, int64_t first_row, int64_t depth, const T* b, int64_t b_stride,
                     T* c, int64_t c_stride, bool accumulate) {
   Vector<T> sum[M][N];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int i = 0; i < M; ++i)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int j = 0; j < N; ++j) sum[i][j] = accumulate ? load(c + i * c_stride + j * lanes<T>) : Vector<T>{};
   const T* a[M];
   if constexpr (by == Rows::by_output)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < M; ++i) a[i] = rows[first_row + i];
   for (int64_t r = 0; r < depth; ++r) {
     Vector<T> right[N];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int j = 0; j < N; ++j) right[j] = load(b + r * b_stride + j * lanes<T>);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < M; ++i) {
       const Vector<T> left = splat(by == Rows::by_output ? a[i][r] : rows[r][first_row + i]);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int j = 0; j < N; ++j) sum[i][j] += left * right[j];
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int i = 0; i < M; ++i)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int j = 0; j < N; ++j) store(c + i * c_stride + j * lanes<T>, sum[i][j]);
 }
 
@@ -244,15 +247,17 @@ void multiply_micro(const T* const* rows, int64_t first_row, int64_t depth, cons
 template <class T, int N, Rows by>
 void multiply_columns(const T* const* rows, int64_t count, int64_t depth, const T* b, int64_t b_stride, T* c,
                       int64_t c_stride, bool accumulate) {
-  constexpr int most = panel_vectors == 4 ? 24 : 8;  // sums, of 32 or 16 registers
-  constexpr int tall = most / N < 8 ? most / N : 8;
+  // Sums, of 32 or 16 registers; rows reached by a pointer each take general registers too.
+  constexpr int sums = panel_vectors == 4 ? 24 : 8, most = by == Rows::by_sum ? 16 : 8;
+  constexpr int tall = sums / N < most ? sums / N : most;
   int64_t i = 0;
   const auto by_rows = [&]<int M>(std::integral_constant<int, M>) {
     for (; i + M <= count; i += M)
       multiply_micro<T, M, N, by>(rows, i, depth, b, b_stride, c + i * c_stride, c_stride, accumulate);
   };
   by_rows(std::integral_constant<int, tall>{});
-  by_rows(std::integral_constant<int, 4>{});
+  if constexpr (tall > 8) by_rows(std::integral_constant<int, 8>{});
+  if constexpr (tall > 4) by_rows(std::integral_constant<int, 4>{});
   by_rows(std::integral_constant<int, 2>{});
   by_rows(std::integral_constant<int, 1>{});
 }

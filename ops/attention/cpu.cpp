@@ -1,471 +1,25 @@
 // The fused kernels on the CPU. Up to 64 owners (queries in forward, keys in backward) lie on the lanes of
 // vectors; the others pass by in blocks of up to 64 rows, reached through pointers, so any order of tokens
-// costs the same. Where bits leave much of a block out, each vector of lanes gets a panel of the rows that it
-// needs. 16-bit operands are widened block by block.
+// costs the same. Where bits leave much of a block out, its rows are sorted into panels by the vectors of
+// lanes that need them. 16-bit operands are widened block by block.
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <memory>
-#include <new>
 #include <numeric>
 #include <thread>
 #include <vector>
 
 #include "torus/core/parallel.h"
-#include "torus/core/simd.h"
 #include "torus/core/vector_math.h"
 #include "torus/ops/attention/backend.h"
-#include "torus/ops/attention/map.h"
+#include "torus/ops/attention/cpu_bias.h"
+#include "torus/ops/attention/cpu_tiles.h"
 
 namespace torus::detail {
 
 namespace {
-
-using simd::load, simd::store, simd::splat, simd::multiply_panel, simd::Vector;
-
-template <class T>
-inline constexpr T infinity = std::numeric_limits<T>::infinity();
-
-// Memory for one tile, aligned to a vector.
-template <class T>
-class Scratch {
- public:
-  explicit Scratch(int64_t count)
-      : data_(static_cast<T*>(
-            ::operator new(static_cast<size_t>(std::max<int64_t>(count, 1)) * sizeof(T), alignment))) {}
-  ~Scratch() { ::operator delete(data_, alignment); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  operator T*() { return data_; }
-
- private:
-  static constexpr std::align_val_t alignment{64};
-  T* data_;
-};
-
-template <class T>
-int64_t padded(int64_t count) {
-  return (count + simd::lanes<T> - 1) / simd::lanes<T> * simd::lanes<T>;
-}
-
-// Calls f(std::true_type or std::false_type), so that its loops do not ask again and again.
-template <class F>
-void with_bool(bool value, F&& f) {
-  if (value)
-    f(std::true_type{});
-  else
-    f(std::false_type{});
-}
-
-// One head: a contiguous row for each token.
-template <class S>
-struct Head {
-  S* first;
-  int64_t stride;
-  S* row(int64_t token) const { return first + token * stride; }
-};
-
-template <class S>
-Head<const S> read_head(const Tensor& x, int64_t b, int64_t h) {
-  return {x.data<S>() + b * x.strides()[0] + h * x.strides()[1], x.strides()[2]};
-}
-
-template <class S>
-Head<S> write_head(S* data, const Tensor& x, int64_t b, int64_t h) {
-  return {data + b * x.strides()[0] + h * x.strides()[1], x.strides()[2]};
-}
-
-using Tokens = std::span<const int64_t>;
-
-bool contiguous(Tokens tokens) {
-  return tokens.back() - tokens.front() + 1 == static_cast<int64_t>(tokens.size()) &&
-         std::is_sorted(tokens.begin(), tokens.end());
-}
-
-// to[d][lane] = row of the lane's token, 0 beyond them.
-template <class S, class T>
-void pack_transposed(T* to, const Head<const S>& head, Tokens tokens, int64_t width) {
-  const auto count = static_cast<int64_t>(tokens.size());
-  for (int64_t d = 0; count < tile_size && d < width; ++d)
-    std::fill(to + d * tile_size + count, to + (d + 1) * tile_size, T(0));
-  if (contiguous(tokens))
-    return simd::transpose(to, tile_size, head.row(tokens[0]), head.stride, count, width);
-  for (int64_t i = 0; i < count; ++i) {
-    const S* row = head.row(tokens[static_cast<size_t>(i)]);
-    for (int64_t d = 0; d < width; ++d) to[d * tile_size + i] = row[d];
-  }
-}
-
-// The inverse.
-template <class S, class T>
-void unpack_transposed(const Head<S>& head, const T* from, Tokens tokens, int64_t width) {
-  const auto count = static_cast<int64_t>(tokens.size());
-  if (contiguous(tokens))
-    return simd::transpose(head.row(tokens[0]), head.stride, from, tile_size, width, count);
-  for (int64_t i = 0; i < count; ++i) {
-    S* row = head.row(tokens[static_cast<size_t>(i)]);
-    for (int64_t d = 0; d < width; ++d) row[d] = static_cast<S>(from[d * tile_size + i]);
-  }
-}
-
-// Up to 64 others that a tile visits.
-struct Block {
-  int64_t tokens[tile_size];
-  int64_t count;
-  const uint64_t* bits;  // one word an other; nullptr: every pair is allowed
-};
-
-template <class F>
-void for_each_block(const MaskMap& map, Side side, int64_t tile, F&& f) {
-  const SideMap& m = map.side(side);
-  Block block;
-  for (const Visit& visit : m.of_tile(tile))
-    for (int64_t at = 0; at < visit.count; at += tile_size) {
-      block.count = std::min(tile_size, visit.count - at);
-      for (int64_t i = 0; i < block.count; ++i)
-        block.tokens[i] = visit.kind == Visit::Kind::gather
-                              ? m.lists[static_cast<size_t>(visit.first + at + i)]
-                              : visit.first + at + i;
-      block.bits = nullptr;
-      if (visit.kind != Visit::Kind::interval) {
-        const int32_t id = m.atom_ids[static_cast<size_t>(visit.atoms + at / tile_size)];
-        if (id >= 0) block.bits = map.atoms[static_cast<size_t>(id)].data();
-      }
-      f(block);
-    }
-}
-
-// Rows of a block that some of neighbouring vectors of lanes need.
-struct Panel {
-  int64_t lane, lanes;  // first lane, and how many
-  int64_t count;
-  bool masked;  // look at `words`
-  int64_t rows[tile_size];
-  uint64_t words[tile_size];  // shifted so that bit 0 is lane `lane`
-};
-
-template <class T, class F>
-void for_each_panel(const Block& block, int64_t used_lanes, F&& f) {
-  constexpr int64_t lanes = simd::lanes<T>, most_vectors = tile_size / lanes;
-  constexpr uint64_t vector = ~uint64_t{0} >> (64 - lanes);
-  constexpr int few_rows = 4;  // products of fewer wait for each sum
-  Panel panel;
-  const auto send = [&](int64_t first, int64_t last, uint64_t rows, const uint64_t* bits) {
-    panel.lane = first * lanes, panel.lanes = (last - first) * lanes, panel.masked = bits;
-    panel.count = 0;
-    for (; rows; rows &= rows - 1) {
-      const int64_t row = std::countr_zero(rows);
-      panel.rows[panel.count] = row;
-      panel.words[panel.count++] = bits ? bits[row] >> panel.lane : 0;
-    }
-    f(static_cast<const Panel&>(panel));
-  };
-  const int64_t vectors = used_lanes / lanes;
-  const uint64_t all_rows = ~uint64_t{0} >> (64 - block.count);
-  if (!block.bits) return send(0, vectors, all_rows, nullptr);
-  // Each row is needed by runs of vectors. The rows of each run [first, last):
-  uint64_t rows_of[most_vectors][most_vectors + 1] = {};
-  int64_t needed = 0;
-  for (int64_t r = 0; r < block.count; ++r) {
-    uint64_t wanted = 0;
-    for (int64_t v = 0; v < vectors; ++v)
-      wanted |= uint64_t{(block.bits[r] >> (v * lanes) & vector) != 0} << v;
-    needed += std::popcount(wanted);
-    while (wanted) {
-      const int first = std::countr_zero(wanted), last = first + std::countr_one(wanted >> first);
-      rows_of[first][last] |= uint64_t{1} << r;
-      wanted &= ~uint64_t{0} << last;
-    }
-  }
-  // Wide panels are a little faster for each score, so splitting must save something.
-  if (8 * needed >= 7 * block.count * vectors) return send(0, vectors, all_rows, block.bits);
-  // Runs that few rows need join; bits of other runs of those rows are left out.
-  int64_t few_first = vectors, few_last = 0;
-  uint64_t few = 0, few_bits[tile_size];
-  for (int64_t first = 0; first < vectors; ++first)
-    for (int64_t last = first + 1; last <= vectors; ++last) {
-      const uint64_t rows = rows_of[first][last];
-      if (std::popcount(rows) >= few_rows) {
-        send(first, last, rows, block.bits);
-        continue;
-      }
-      for (uint64_t rest = rows; rest; rest &= rest - 1) {
-        const int row = std::countr_zero(rest);
-        const uint64_t run = ~uint64_t{0} >> (64 - (last - first) * lanes) << (first * lanes);
-        few_bits[row] = (few >> row & 1 ? few_bits[row] : 0) | (block.bits[row] & run);
-        few |= uint64_t{1} << row;
-        few_first = std::min(few_first, first), few_last = std::max(few_last, last);
-      }
-    }
-  if (few) send(few_first, few_last, few, few_bits);
-}
-
-// Rows of one block as the arithmetic wants them: in place, or widened.
-template <class S>
-class Rows {
- public:
-  using T = Compute<S>;
-  explicit Rows(int64_t width) : width_(width), wide_(std::is_same_v<S, T> ? 0 : tile_size * width) {}
-
-  void set(const Head<const S>& head, const Block& block) {
-    for (int64_t i = 0; i < block.count; ++i) {
-      const S* row = head.row(block.tokens[i]);
-      if constexpr (std::is_same_v<S, T>) {
-        rows_[i] = row;
-      } else {
-        T* to = wide_ + i * width_;
-        for (int64_t d = 0; d < width_; ++d) to[d] = row[d];
-        rows_[i] = to;
-      }
-    }
-  }
-  /// The rows of a panel.
-  const T* const* of(const Panel& panel) {
-    for (int64_t i = 0; i < panel.count; ++i) chosen_[i] = rows_[panel.rows[i]];
-    return chosen_;
-  }
-  bool finite(int64_t count) const {
-    return std::all_of(rows_, rows_ + count, [&](const T* row) { return simd::all_finite(row, width_); });
-  }
-
- private:
-  int64_t width_;
-  Scratch<T> wide_;
-  const T *rows_[tile_size], *chosen_[tile_size];
-};
-
-// c[i][lane] += sum over r of rows[r][i] * b[r][lane], over the allowed pairs (r, lane) alone: 0 times NaN is
-// NaN, so where values are not finite a masked weight of 0 does not suffice.
-template <class T>
-void multiply_allowed(const T* const* rows, int64_t count, const Panel& panel, const T* b, T* c) {
-  for (int64_t r = 0; r < panel.count; ++r)
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t lane = 0; lane < panel.lanes; ++lane)
-        if (panel.words[r] >> lane & 1) c[i * tile_size + lane] += rows[r][i] * b[r * tile_size + lane];
-}
-
-// factors[lane] = 1 / (1 - p) for a kept weight, 0 for a dropped one.
-template <class T, class RowWord, class Key>
-void dropout_factors(T* factors, int64_t lanes, uint32_t threshold, T keep_scale, RowWord row_word, Key key) {
-  for (int64_t lane = 0; lane < lanes; ++lane)
-    factors[lane] = AttentionDropout::mix(row_word(lane), key(lane)) >= threshold ? keep_scale : T(0);
-}
-
-// ---------------------------------------------------------------------------------------------------- bias
-
-// Tokens of a panel: those of its rows and those of its lanes.
-struct Pairs {
-  const Block& block;
-  const Panel& panel;
-  Tokens owners;
-  Side side;  // of the owners
-  int64_t row_token(int64_t r) const { return block.tokens[panel.rows[r]]; }
-  /// 0 for a lane without a token.
-  int64_t lane_token(int64_t lane) const {
-    const auto i = static_cast<size_t>(panel.lane + lane);
-    return i < owners.size() ? owners[i] : owners[0];
-  }
-};
-
-// All terms of one problem. What is added to a score, and the way back, is found pair by pair: simple, and
-// cheap beside the products.
-template <class S>
-class Bias {
- public:
-  using T = Compute<S>;
-
-  explicit Bias(const AttentionProblem& problem) : p_(problem) {
-    for (const AttentionBias& term : problem.bias) {
-      Term t{term.kind(), term.value().value(), {}, {}};
-      if (t.kind == AttentionBias::Kind::relative) {
-        int64_t stride = 1;
-        t.axes.resize(term.grid().size());
-        for (size_t a = term.grid().size(); a-- > 0;) {
-          Axis& axis = t.axes[a];
-          axis.length = term.grid()[a];
-          const int64_t size = t.value.shape()[static_cast<int>(a) + 1], length = axis.length;
-          for (int64_t offset = -(length - 1); offset < length; ++offset) {
-            int64_t o = offset;
-            if (term.wrapped()[a]) {
-              o = (o % length + length) % length;
-              if (o > (length - 1) / 2) o -= length;
-            }
-            axis.place.push_back(
-                static_cast<int32_t>((std::clamp(o, -(size / 2), size / 2) + size / 2) * stride));
-          }
-          stride *= size;
-        }
-        t.table = t.value.contiguous();
-      } else if (t.kind == AttentionBias::Kind::dense) {
-        t.value = t.value.expand({problem.batch(), problem.heads(), problem.queries(), problem.keys()});
-      } else {
-        t.table = t.value.to(f64).contiguous();
-      }
-      terms_.push_back(std::move(t));
-    }
-  }
-
-  bool any() const { return !terms_.empty(); }
-
-  /// scores[r][lane] += the bias of the pair.
-  void add(T* scores, const Pairs& pairs, int64_t b, int64_t h) const {
-    for (const Term& term : terms_) {
-      if (term.kind == AttentionBias::Kind::alibi) {
-        const double slope = term.table.template data<double>()[h];
-        for_each_pair(term, {}, pairs, b, h, [&](int64_t r, int64_t lane, int64_t distance) {
-          scores[r * tile_size + lane] -= static_cast<T>(slope * static_cast<double>(distance));
-        });
-        continue;
-      }
-      const bool dense = term.kind == AttentionBias::Kind::dense;
-      const S* from = (dense ? term.value : term.table).template data<S>();
-      for_each_pair(term, term.value.strides(), pairs, b, h, [&](int64_t r, int64_t lane, int64_t index) {
-        scores[r * tile_size + lane] += static_cast<T>(from[index]);
-      });
-    }
-  }
-
-  /// Adds d_scores to the gradient of term i. `strides`: of the gradient of a dense term.
-  void add_gradient(size_t i, T* grad, const Shape& strides, const T* d_scores, const Pairs& pairs, int64_t b,
-                    int64_t h) const {
-    const auto lanes =
-        std::min(pairs.panel.lanes, static_cast<int64_t>(pairs.owners.size()) - pairs.panel.lane);
-    for_each_pair(terms_[i], strides, pairs, b, h, [&](int64_t r, int64_t lane, int64_t index) {
-      if (lane < lanes) grad[index] += d_scores[r * tile_size + lane];
-    });
-  }
-
- private:
-  struct Axis {
-    int64_t length = 1;
-    std::vector<int32_t> place;  // of offset o at o + length - 1
-  };
-  struct Term {
-    AttentionBias::Kind kind;
-    Tensor value, table;
-    std::vector<Axis> axes;
-  };
-
-  // f(r, lane, index of the element), by `strides` if the term is dense; for alibi the distance of the pair.
-  template <class F>
-  void for_each_pair(const Term& term, const Shape& strides, const Pairs& pairs, int64_t b, int64_t h,
-                     F&& f) const {
-    const bool queries_own = pairs.side == Side::query;
-    const int64_t lanes = pairs.panel.lanes;
-    int64_t lane_tokens[tile_size];
-    for (int64_t lane = 0; lane < lanes; ++lane) lane_tokens[lane] = pairs.lane_token(lane);
-    if (term.kind == AttentionBias::Kind::dense) {
-      const int64_t first = b * strides[0] + h * strides[1];
-      const int64_t row_stride = strides[queries_own ? 3 : 2], lane_stride = strides[queries_own ? 2 : 3];
-      for (int64_t r = 0; r < pairs.panel.count; ++r)
-        for (int64_t lane = 0; lane < lanes; ++lane)
-          f(r, lane, first + pairs.row_token(r) * row_stride + lane_tokens[lane] * lane_stride);
-    } else if (term.kind == AttentionBias::Kind::alibi) {
-      const int64_t shift = p_.keys() - p_.queries();
-      for (int64_t r = 0; r < pairs.panel.count; ++r)
-        for (int64_t lane = 0; lane < lanes; ++lane) {
-          const int64_t q = queries_own ? lane_tokens[lane] : pairs.row_token(r);
-          const int64_t k = queries_own ? pairs.row_token(r) : lane_tokens[lane];
-          f(r, lane, std::abs(k - q - shift));
-        }
-    } else {
-      const int64_t head_size = term.value.numel() / std::max<int64_t>(term.value.size(0), 1);
-      const int64_t first = term.value.size(0) == 1 ? 0 : h * head_size;
-      const size_t axes = term.axes.size();
-      std::array<std::array<int32_t, tile_size>, max_grid_axes> lane_coord;
-      for (int64_t lane = 0; lane < lanes; ++lane)
-        for (size_t a = axes, rest = static_cast<size_t>(lane_tokens[lane]); a-- > 0;) {
-          const auto length = static_cast<size_t>(term.axes[a].length);
-          lane_coord[a][static_cast<size_t>(lane)] = static_cast<int32_t>(rest % length);
-          rest /= length;
-        }
-      int32_t index[tile_size];
-      for (int64_t r = 0; r < pairs.panel.count; ++r) {
-        std::fill(index, index + lanes, 0);
-        auto rest = pairs.row_token(r);
-        for (size_t a = axes; a-- > 0;) {
-          const int64_t length = term.axes[a].length;
-          const auto coord = static_cast<int32_t>(rest % length);
-          rest /= length;
-          const int32_t* place = term.axes[a].place.data() + length - 1;
-          for (int64_t lane = 0; lane < lanes; ++lane) {
-            const int32_t other = lane_coord[a][static_cast<size_t>(lane)];
-            index[lane] += place[queries_own ? coord - other : other - coord];
-          }
-        }
-        for (int64_t lane = 0; lane < lanes; ++lane) f(r, lane, first + index[lane]);
-      }
-    }
-  }
-
-  const AttentionProblem& p_;
-  std::vector<Term> terms_;
-};
-
-// The maps of all matrices; most masks have one for all.
-class Maps {
- public:
-  explicit Maps(const AttentionProblem& p) : heads_(p.heads()) {
-    const MaskRule& rule = p.mask.rule();
-    per_batch_ = rule.per_batch(), per_head_ = rule.per_head();
-    for (int64_t b = 0; b < (per_batch_ ? p.batch() : 1); ++b)
-      for (int64_t h = 0; h < (per_head_ ? p.heads() : 1); ++h)
-        maps_.push_back(rule.map({p.queries(), p.keys(), p.batch(), b, h}));
-  }
-  const MaskMap& of(int64_t b, int64_t h) const {
-    return *maps_[static_cast<size_t>((per_batch_ ? b * (per_head_ ? heads_ : 1) : 0) + (per_head_ ? h : 0))];
-  }
-  /// The most tiles that a side has in any map.
-  int64_t tiles(Side side) const {
-    int64_t most = 0;
-    for (const auto& map : maps_) most = std::max(most, map->side(side).tiles);
-    return most;
-  }
-
- private:
-  bool per_batch_, per_head_;
-  int64_t heads_;
-  std::vector<std::shared_ptr<const MaskMap>> maps_;
-};
-
-// What softcap and bias make of q.k. Plain scores are left to be scaled where they are used.
-template <class S>
-class Scores {
- public:
-  using T = Compute<S>;
-  explicit Scores(const AttentionProblem& p) : bias(p), p_(p) {}
-
-  /// Whether `finish` must be called, and then scores need no more scaling.
-  bool finishes() const { return bias.any() || p_.softcap > 0; }
-  T scale() const { return finishes() ? T(1) : static_cast<T>(p_.scale); }
-
-  /// scores = softcap(scale * scores) + bias. `slope`, if given, gets the derivative by q.k.
-  void finish(T* scores, T* slope, const Pairs& pairs, int64_t b, int64_t h) const {
-    const T scale = static_cast<T>(p_.scale), cap = static_cast<T>(p_.softcap);
-    for (int64_t r = 0; r < pairs.panel.count; ++r) {
-      T* s = scores + r * tile_size;
-      T* d = slope ? slope + r * tile_size : nullptr;
-      if (p_.softcap > 0) {
-        for (int64_t lane = 0; lane < pairs.panel.lanes; ++lane) {
-          const T t = vmath::tanh(s[lane] * scale / cap);
-          s[lane] = cap * t;
-          if (d) d[lane] = (1 - t * t) * scale;
-        }
-      } else {
-        for (int64_t lane = 0; lane < pairs.panel.lanes; ++lane) s[lane] *= scale;
-        if (d) std::fill(d, d + pairs.panel.lanes, scale);
-      }
-    }
-    bias.add(scores, pairs, b, h);
-  }
-
-  const Bias<S> bias;
-
- private:
-  const AttentionProblem& p_;
-};
 
 // ------------------------------------------------------------------------------------------------- forward
 
@@ -537,6 +91,7 @@ class Forward {
         lse_data_(lse.mutable_data<T>()) {}
 
   void run() {
+    if (maps_.any_bits()) finite_ = finite_heads<S>(p_.v);
     const int64_t tiles = maps_.tiles(Side::query);
     // Backwards: under a causal mask the last tiles take longest, and short tasks at the end balance the
     // threads.
@@ -548,10 +103,11 @@ class Forward {
   void tile(int64_t bh, int64_t index) {
     constexpr int lanes = simd::lanes<T>;
     const int64_t b = bh / p_.heads(), h = bh % p_.heads(), kv = h / (p_.heads() / p_.kv_heads());
-    const MaskMap& map = maps_.of(b, h);
-    if (index >= map.query.tiles) return;
+    const PlannedMap& planned = maps_.of(b, h);
+    const SideMap& side = planned.map->query;
+    if (index >= side.tiles) return;
     std::array<int64_t, tile_size> space;
-    const Tokens owners = map.query.owners(index, p_.queries(), space);
+    const Tokens owners = side.owners(index, p_.queries(), space);
     const int64_t width = p_.width(), value_width = p_.value_width();
     const int64_t used = padded<T>(static_cast<int64_t>(owners.size()));
     const auto k = read_head<S>(p_.k, b, kv), v = read_head<S>(p_.v, b, kv);
@@ -567,10 +123,12 @@ class Forward {
       for (size_t i = 0; i < owners.size(); ++i) row_words[i] = p_.dropout.row_word(bh, owners[i]);
     Rows<S> keys(width), values(value_width);
 
-    for_each_block(map, Side::query, index, [&](const Block& block) {
+    const bool finite = !maps_.any_bits() || finite_[static_cast<size_t>(b * p_.kv_heads() + kv)];
+
+    for_each_block<T>(planned, Side::query, index, [&](const Block& block) {
       keys.set(k, block);
       values.set(v, block);
-      const bool guard = block.bits && !values.finite(block.count);
+      const bool guard = block.bits && !finite && !values.finite(block.count);
       for_each_panel<T>(block, used, [&](const Panel& panel) {
         const int64_t first = panel.lane;
         multiply_panel<T, simd::Rows::by_output>(keys.of(panel), panel.count, width, q + first, tile_size, s,
@@ -630,8 +188,9 @@ class Forward {
   }
 
   const AttentionProblem& p_;
-  const Maps maps_;
+  const Maps<T> maps_;
   const Scores<S> scores_;
+  std::vector<char> finite_;  // heads of v; asked only where there are bits
   const Tensor& out_;
   S* out_data_;
   T* lse_data_;
@@ -689,6 +248,7 @@ class Backward {
           empty_heads(p_.batch(), p_.heads(), p_.queries(), p_.value_width(), p_.q.dtype(), cpu).fill_(0);
     lse_data_ = g_.lse.data<T>();
     find_delta();
+    if (maps_.any_bits()) finite_q_ = finite_heads<S>(p_.q), finite_d_out_ = finite_heads<S>(g_.d_out);
     if (g_.dq.defined()) {
       // Sums live in f32: in dq itself, or beside it for 16 bits.
       dq_ = dtype_of<S> == dtype_of<T> ? g_.dq : Tensor::empty(g_.dq.shape(), dtype_of<T>);
@@ -781,7 +341,7 @@ class Backward {
 
   // Tiles in the order of their colours, and where a colour starts.
   void prepare_sequence(int64_t matrix) {
-    const SideMap& map = maps_.of(matrix / p_.kv_heads(), first_head(matrix)).key;
+    const SideMap& map = maps_.of(matrix / p_.kv_heads(), first_head(matrix)).map->key;
     if (static_cast<size_t>(matrix) > 0 && &map == sequence_of_) {
       sequences_.push_back(sequences_.back());
       return;
@@ -811,7 +371,7 @@ class Backward {
     const bool one_map = !p_.mask.rule().per_head() || group == 1;
     const Sequence& sequence = *sequences_[static_cast<size_t>(matrix)];
     // Heads that share keys but not maps own tiles in one order: only their visits differ.
-    const MaskMap& any_map = maps_.of(b, kv * group);
+    const MaskMap& any_map = *maps_.of(b, kv * group).map;
     if (position >= any_map.key.tiles) return;
     const int64_t index =
         sequence.tiles.empty() || !one_map ? position : sequence.tiles[static_cast<size_t>(position)];
@@ -848,11 +408,13 @@ class Backward {
     for (int64_t member = 0; member < group; ++member) {
       const int64_t h = kv * group + member, bh = b * p_.heads() + h;
       const auto q_head = read_head<S>(p_.q, b, h), d_out_head = read_head<S>(g_.d_out, b, h);
-      for_each_block(maps_.of(b, h), Side::key, index, [&](const Block& block) {
+      const bool finite = !maps_.any_bits() || (finite_keys && finite_q_[static_cast<size_t>(bh)] &&
+                                                finite_d_out_[static_cast<size_t>(bh)]);
+      for_each_block<T>(maps_.of(b, h), Side::key, index, [&](const Block& block) {
         q_rows.set(q_head, block);
         d_out_rows.set(d_out_head, block);
-        const bool guard =
-            block.bits && (!finite_keys || !q_rows.finite(block.count) || !d_out_rows.finite(block.count));
+        const bool guard = block.bits && !finite &&
+                           (!finite_keys || !q_rows.finite(block.count) || !d_out_rows.finite(block.count));
         if (wants_q && block.bits) std::fill(dq + 0, dq + block.count * wide, T(0));
         for_each_panel<T>(block, used, [&](const Panel& panel) {
           const Pairs pairs{block, panel, owners, Side::key};
@@ -987,8 +549,9 @@ class Backward {
 
   const AttentionProblem& p_;
   AttentionGradients& g_;
-  const Maps maps_;
+  const Maps<T> maps_;
   const Scores<S> scores_;
+  std::vector<char> finite_q_, finite_d_out_;  // their heads; asked only where there are bits
   Tensor delta_, dq_;
   const T *lse_data_ = nullptr, *delta_data_ = nullptr;
   T* dq_data_ = nullptr;
