@@ -8,6 +8,7 @@
 #include "torus/core/cuda.h"
 #include "torus/ops/attention/backend.h"
 #include "torus/ops/attention/cuda_map.h"
+#include "torus/ops/attention/grouped_map.h"
 
 namespace torus::gpu::hopper {
 
@@ -109,9 +110,13 @@ __device__ inline void wait_for_bulk_reads() {
 }
 __device__ inline void wait_for_bulk() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-/// Copies 16 bytes to shared memory, or zeros where there is nothing to read, without waiting.
+/// Copies 16 or 4 bytes to shared memory, or zeros where there is nothing to read, without waiting.
 __device__ inline void copy_16_async(uint32_t to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+__device__ inline void copy_4_async(uint32_t to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0)
                : "memory");
 }
 
@@ -438,11 +443,107 @@ __device__ inline void store_rows(const float (&d)[n], const float (&factor)[2],
   }
 }
 
+// ------------------------------------------------------------------------- copies of rows by index, 16 bytes
+// a lane
+
+/// Token of row `row` of tile `tile`, -1 if there is none.
+__device__ inline int32_t owner(const GroupedView& map, int64_t tile, int row, int64_t owners) {
+  if (tile < 0) return -1;
+  if (!map.order_first) return tile * 64 + row < owners ? static_cast<int32_t>(tile * 64 + row) : -1;
+  const int64_t place = map.order_first[tile] + row;
+  return place < map.order_first[tile + 1] ? static_cast<int32_t>(map.order_tokens[place]) : -1;
+}
+
+/// Starts to fill panels of `rows` rows by a warp group: each warp copies rows / 4 of them, whose tokens its
+/// lanes hold (-1: zeros). Columns beyond `columns` are zeros.
+template <class T, int width, int rows>
+__device__ inline void gather(char* to, const T* head, int64_t stride, int columns, int32_t token) {
+  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32, chunk = lane % 8,
+            first = lane / 8;
+  const uint32_t there = __ballot_sync(0xffffffffu, token >= 0) >> first;
+  const char* const base = reinterpret_cast<const char*>(head + chunk * 8);
+  const uint32_t place = shared_address(to) + (thread / 32 * (rows / 4) + first) * 128;
+  const uint32_t even = place + (chunk ^ first) * 16, odd = place + (chunk ^ (first + 4)) * 16;
+  token = max(token, 0);
+#pragma unroll
+  for (int i = 0; i < rows / 4; i += 4) {  // eight lanes a row, four rows at once
+    const char* const from = base + int64_t{__shfl_sync(0xffffffffu, token, first + i)} * (stride * 2);
+#pragma unroll
+    for (int panel = 0; panel < width / 64; ++panel)
+      copy_16_async((i % 8 == 0 ? even : odd) + i * 128 + panel * rows * 128, from + panel * 128,
+                    (there >> i & 1) && panel * 64 + chunk * 8 < columns);
+  }
+}
+
+/// Goes through what a group visits, by a warp group that copies it: use(entry, whether the entry ends,
+/// whether the group ends, token of the lane's row), where the lane's row is warp * rows / 4 + lane.
+template <int rows, int stride, class Use>
+__device__ inline void walk_rows(const GroupedView& map, int64_t group, const Use& use) {
+  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
+  const int row = thread / 32 * (rows / 4) + lane;
+  const int32_t *entry = map.entries + int64_t{map.first[group]} * stride, *const end =
+                                                                               map.entries +
+                                                                               int64_t{map.first[group + 1]} *
+                                                                                   stride;
+  const auto token_of = [&](const int32_t* words, int32_t n) -> int32_t {
+    const int32_t count = n >= words[1] - 1 ? words[2] : rows;
+    if (lane >= rows / 4 || row >= count) return -1;
+    return words[1] == 0 ? map.lists[words[0] + row] : words[0] + n * rows + row;
+  };
+  int32_t token = token_of(entry, 0);
+  for (int32_t n = 0; entry != end;) {
+    const bool ends = n >= entry[1] - 1;
+    const int32_t* const later = ends ? entry + stride : entry;
+    const int32_t later_n = ends ? 0 : n + 1;
+    const int32_t later_token =
+        later != end ? token_of(later, later_n) : -1;  // read while this one is copied
+    use(entry, ends, later == end, token);
+    entry = later, n = later_n, token = later_token;
+  }
+}
+
+/// Writes the note of a block of `rows` others.
+template <int tiles, int width>
+__device__ inline void write_note(BlockNote<tiles, width>& note, const int32_t* entry, bool ends, bool last) {
+#pragma unroll
+  for (int i = 0; i < tiles * width; ++i) note.ids[i / width][i % width] = entry[3 + i];
+  note.count = ends ? entry[2] : 64 * width;
+  note.last = last;
+}
+
+/// What a warp group's tile sees of a block.
+template <int width>
+struct Allowed {
+  uint32_t word[width];  // of each 64 others: bit 4 j + 2 h + c, as accumulators
+  bool visits, masked;   // any pair; not all of them
+
+  template <int tiles>
+  __device__ Allowed(const BlockNote<tiles, width>& note, int tile, const uint32_t* fragments) {
+    const int thread = static_cast<int>(threadIdx.x) % 128;
+    visits = false, masked = note.count < 64 * width;
+#pragma unroll
+    for (int i = 0; i < width; ++i) {
+      const int32_t id = note.ids[tile][i];
+      visits |= id != torus::detail::GroupedSide::none;
+      masked |= id != torus::detail::GroupedSide::full;
+      word[i] = id == torus::detail::GroupedSide::full ? ~0u
+                : id < 0                               ? 0u
+                                                       : fragments[int64_t{128} * id + thread];
+      if (note.count < 64 * (i + 1)) word[i] &= columns_below(note.count - 64 * i, thread % 32);
+    }
+    visits = uniform(visits), masked = uniform(masked);
+  }
+};
+
 // -------------------------------------------------------------------------------------- on the host
 
 std::string refusal(const torus::detail::AttentionProblem& problem);
 void run_forward(const torus::detail::AttentionProblem& problem, Tensor& out, Tensor& lse);
 void run_backward(const torus::detail::AttentionProblem& problem,
                   torus::detail::AttentionGradients& gradients);
+/// Masks that gather: dK and dV by keys, then dQ by queries. `d_out` and the gradients have rows of whole 16
+/// bytes.
+void run_gathered_backward(const torus::detail::AttentionProblem& problem,
+                           torus::detail::AttentionGradients& gradients, const Tensor& d_out);
 
 }  // namespace torus::gpu::hopper

@@ -6,7 +6,6 @@
 #include <limits>
 
 #include "torus/ops/attention/cuda_mma.h"
-#include "torus/ops/attention/grouped_map.h"
 #include "torus/ops/attention/hopper.h"
 
 namespace torus::gpu::hopper {
@@ -75,8 +74,8 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
   if (thread == 0) {
     shared.kv_full.init(1);
     for (int i = 0; i < stages; ++i) {
-      shared.q_full[i].init(1), shared.q_empty[i].init(consumers);
-      shared.d_out_full[i].init(1), shared.d_out_empty[i].init(consumers);
+      shared.q_full[i].init(1), shared.q_empty[i].init(4 * consumers);
+      shared.d_out_full[i].init(1), shared.d_out_empty[i].init(4 * consumers);
     }
     for (int i = 0; i < 2 * consumers; ++i)
       shared.dq_full[i / 2][i % 2].init(128), shared.dq_empty[i / 2][i % 2].init(1);
@@ -168,7 +167,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
 
   take_registers<240>();
   const int me = role - 1, in_group = thread % 128, lane = thread % 32, warp = in_group / 32;
-  const bool speaks = in_group == 0;
+  const bool speaks = lane == 0;  // for its warp
   const float to_log2 = a.scale * log2_e;
   float dk[width / 2], dv[width / 2];
 #pragma unroll
@@ -311,7 +310,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
 #pragma unroll
       for (int i = 0; i < 8; ++i)
         to[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-      if (speaks) {
+      if (in_group == 0) {
         const int32_t block = first / queries;
         shared.dq_block[me][slot] = (b * a.heads + h) * a.query_blocks + block;
         shared.dq_turn[me][slot] = a.turns ? map.last_visitor[block] - static_cast<int32_t>(group) : 0;
@@ -326,7 +325,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
     if (speaks) shared.q_empty[at].arrive();
   }
   shared.dq_empty[me][dq_stage.index].wait(dq_stage.parity ^ 1);
-  if (speaks) shared.dq_block[me][dq_stage.index] = -1;
+  if (in_group == 0) shared.dq_block[me][dq_stage.index] = -1;
   shared.dq_full[me][dq_stage.index].arrive();
 
   const auto token = [&](int row) -> int64_t {
@@ -416,7 +415,7 @@ void run_backward(const AttentionProblem& p, AttentionGradients& g) {
   const int width = mma::padded_width(p);
   if (p.batch() * p.heads() * p.queries() * p.keys() == 0 || width > 128) return mma::run_backward(p, g);
   const GroupedTable maps = grouped_table(p, Side::key, consumers, width == 64 ? 2 : 1);
-  if (maps.gathers || (p.deterministic && !maps.contiguous)) return mma::run_backward(p, g);
+  if (!maps.gathers && p.deterministic && !maps.contiguous) return mma::run_backward(p, g);
   // What is not wanted is made all the same: the others come from the same numbers.
   const auto made = [](const Tensor& wanted, const Tensor& like) {
     return wanted.defined() && mma::packs(wanted)
@@ -432,10 +431,13 @@ void run_backward(const AttentionProblem& p, AttentionGradients& g) {
                                        p.q.device());
     g.d_out.defined() ? d_out.copy_(g.d_out) : d_out.fill_(0);
   }
-  mma::dispatch_16_bit(p.q.dtype(), [&](auto zero) {
-    using T = decltype(zero);
-    width == 64 ? launch<T, 64>(p, all, d_out, maps) : launch<T, 128>(p, all, d_out, maps);
-  });
+  if (maps.gathers)
+    run_gathered_backward(p, all, d_out);
+  else
+    mma::dispatch_16_bit(p.q.dtype(), [&](auto zero) {
+      using T = decltype(zero);
+      width == 64 ? launch<T, 64>(p, all, d_out, maps) : launch<T, 128>(p, all, d_out, maps);
+    });
   for (const auto& [wanted, result] : {std::pair{&g.dq, &all.dq}, {&g.dk, &all.dk}, {&g.dv, &all.dv}})
     if (wanted->defined() && !mma::packs(*wanted)) wanted->copy_(*result);
 }

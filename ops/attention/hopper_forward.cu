@@ -4,13 +4,11 @@
 #include <limits>
 
 #include "torus/ops/attention/cuda_mma.h"
-#include "torus/ops/attention/grouped_map.h"
 #include "torus/ops/attention/hopper.h"
 
 namespace torus::gpu::hopper {
 
 using torus::detail::AttentionProblem;
-using torus::detail::GroupedSide;
 using torus::detail::Side;
 
 namespace {
@@ -54,16 +52,6 @@ struct Shared {
   int32_t group[S::q_stages], matrix[S::q_stages];  // whose queries are there; group -1: no more
 };
 
-// The block that entry words begin, `n` blocks on.
-template <class S>
-__device__ inline void write_note(BlockNote<S::consumers, S::halves>& note, const int32_t* entry,
-                                  bool last_of_entry, bool last) {
-#pragma unroll
-  for (int i = 0; i < S::consumers * S::halves; ++i) note.ids[i / S::halves][i % S::halves] = entry[3 + i];
-  note.count = last_of_entry ? entry[2] : S::keys;
-  note.last = last;
-}
-
 // Copies boxes, by one thread.
 template <class S>
 __device__ inline void copy_tiles(const ForwardArguments& a, Shared<S>& shared, char* q_tiles, char* k_blocks,
@@ -104,7 +92,7 @@ __device__ inline void copy_tiles(const ForwardArguments& a, Shared<S>& shared, 
         const int32_t first = entry[0] + n * S::keys;
         const int at = stage.index;
         shared.k_empty[at].wait(stage.parity ^ 1);
-        write_note<S>(shared.notes[at], entry, n == blocks - 1, n == blocks - 1 && entry + stride == end);
+        write_note(shared.notes[at], entry, n == blocks - 1, n == blocks - 1 && entry + stride == end);
         shared.k_full[at].arrive_and_expect(S::block_bytes);
 #pragma unroll
         for (int panel = 0; panel < S::panels; ++panel)
@@ -122,32 +110,11 @@ __device__ inline void copy_tiles(const ForwardArguments& a, Shared<S>& shared, 
   }
 }
 
-// Rows of a tile by index, by a warp group of which each warp copies rows in a row. `token` is that of the
-// lane's own row of these, -1: zeros.
-template <class T, int width, int rows>
-__device__ inline void gather(char* to, const T* head, int64_t stride, int columns, int32_t token) {
-  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32, chunk = lane % 8;
-#pragma unroll 2
-  for (int i = lane / 8; i < rows / 4; i += 4) {  // eight lanes a row
-    const int32_t t = __shfl_sync(0xffffffffu, token, i);
-    const int row = thread / 32 * (rows / 4) + i;
-    const T* const from = head + int64_t{max(t, 0)} * stride + chunk * 8;
-    const uint32_t place = shared_address(to) + row * 128 + (chunk ^ row % 8) * 16;
-#pragma unroll
-    for (int panel = 0; panel < width / 64; ++panel) {
-      const bool there = t >= 0 && panel * 64 + chunk * 8 < columns;
-      copy_16_async(place + panel * rows * 128, there ? from + panel * 64 : head, there);
-    }
-  }
-}
-
-// Copies what is listed, by a warp group.
+// Copies rows by index, by a warp group.
 template <class T, int width, class S>
 __device__ inline void gather_tiles(const ForwardArguments& a, Shared<S>& shared, char* q_tiles,
                                     char* k_blocks, char* v_blocks) {
-  constexpr int stride = 3 + S::consumers * S::halves;
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const int row = warp * (S::keys / 4) + lane;  // the lane's own
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   Stage<S::stages> stage;
   Stage<S::q_stages> q_stage;
   for (int64_t index = blockIdx.x; index < a.schedule.tiles * a.schedule.matrices;
@@ -157,55 +124,32 @@ __device__ inline void gather_tiles(const ForwardArguments& a, Shared<S>& shared
     a.schedule.find(index, group, matrix);
     const int64_t b = matrix / a.heads, h = matrix % a.heads, kv_head = h / a.group;
     const GroupedView& map = a.maps.of(b, h);
-    const int32_t *entry = map.entries + int64_t{map.first[group]} * stride, *const end =
-                                                                                 map.entries +
-                                                                                 int64_t{
-                                                                                     map.first[group + 1]} *
-                                                                                     stride;
-    const auto token_of = [&](const int32_t* words, int32_t n) -> int32_t {
-      const int32_t count = n >= words[1] - 1 ? words[2] : S::keys;
-      if (lane >= S::keys / 4 || row >= count) return -1;
-      return words[1] == 0 ? map.lists[words[0] + row] : words[0] + n * S::keys + row;
-    };
-    int32_t token = token_of(entry, 0);
     shared.q_empty[q_at].wait(q_stage.parity ^ 1);
-#pragma unroll 1
     for (int i = 0; i < S::consumers; ++i) {
-      const int64_t tile = map.tiles[group * S::consumers + i];
-      int32_t own = -1;
-      if (tile >= 0 && lane < 16) {
-        if (map.order_first) {
-          const int64_t place = map.order_first[tile] + warp * 16 + lane;
-          if (place < map.order_first[tile + 1]) own = static_cast<int32_t>(map.order_tokens[place]);
-        } else if (tile * 64 + warp * 16 + lane < a.queries) {
-          own = static_cast<int32_t>(tile * 64 + warp * 16 + lane);
-        }
-      }
+      const int32_t own =
+          lane < 16 ? owner(map, map.tiles[group * S::consumers + i], thread / 32 * 16 + lane, a.queries)
+                    : -1;
       gather<T, width, 64>(q_tiles + (q_at * S::consumers + i) * S::q_bytes, a.q_rows.of<const T>(b, h),
                            a.q_rows.row, a.width, own);
     }
     shared.q_full[q_at].arrive_after_copies();
-    for (int32_t n = 0; entry != end;) {
-      const bool last_of_entry = n >= entry[1] - 1;
-      const int32_t* const later = last_of_entry ? entry + stride : entry;
-      const int32_t later_n = last_of_entry ? 0 : n + 1;
-      const int32_t later_token = later != end ? token_of(later, later_n) : -1;
-      const int at = stage.index;
-      shared.k_empty[at].wait(stage.parity ^ 1);
-      if (thread == 0) {
-        write_note<S>(shared.notes[at], entry, last_of_entry, later == end);
-        shared.k_full[at].arrive();
-      }
-      gather<T, width, S::keys>(k_blocks + at * S::block_bytes, a.k_rows.of<const T>(b, kv_head),
-                                a.k_rows.row, a.width, token);
-      shared.k_full[at].arrive_after_copies();
-      shared.v_empty[at].wait(stage.parity ^ 1);
-      gather<T, width, S::keys>(v_blocks + at * S::block_bytes, a.v_rows.of<const T>(b, kv_head),
-                                a.v_rows.row, a.value_width, token);
-      shared.v_full[at].arrive_after_copies();
-      stage.next();
-      entry = later, n = later_n, token = later_token;
-    }
+    const T* const k = a.k_rows.of<const T>(b, kv_head);
+    const T* const v = a.v_rows.of<const T>(b, kv_head);
+    walk_rows<S::keys, 3 + S::consumers * S::halves>(
+        map, group, [&](const int32_t* entry, bool ends, bool last, int32_t token) {
+          const int at = stage.index;
+          shared.k_empty[at].wait(stage.parity ^ 1);
+          if (thread == 0) {
+            write_note(shared.notes[at], entry, ends, last);
+            shared.k_full[at].arrive();
+          }
+          gather<T, width, S::keys>(k_blocks + at * S::block_bytes, k, a.k_rows.row, a.width, token);
+          shared.k_full[at].arrive_after_copies();
+          shared.v_empty[at].wait(stage.parity ^ 1);
+          gather<T, width, S::keys>(v_blocks + at * S::block_bytes, v, a.v_rows.row, a.value_width, token);
+          shared.v_full[at].arrive_after_copies();
+          stage.next();
+        });
   }
 }
 
@@ -225,11 +169,11 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
 
   if (thread == 0) {
     constexpr uint32_t copying = gathers ? 128 : 1;
-    for (int i = 0; i < S::q_stages; ++i) shared.q_full[i].init(copying), shared.q_empty[i].init(consumers);
+    for (int i = 0; i < S::q_stages; ++i) shared.q_full[i].init(copying), shared.q_empty[i].init(4 * consumers);
     for (int i = 0; i < stages; ++i) {
       shared.k_full[i].init(gathers ? copying + 1 : copying);  // + 1: the note is written
       shared.v_full[i].init(copying);
-      shared.k_empty[i].init(consumers), shared.v_empty[i].init(consumers);
+      shared.k_empty[i].init(4 * consumers), shared.v_empty[i].init(4 * consumers);
     }
     publish_barriers();
   }
@@ -246,7 +190,7 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
 
   take_registers<consumers == 3 ? 160 : gathers ? 232 : 240>();
   const int me = role - 1, in_group = thread % 128, lane = thread % 32;
-  const bool speaks = in_group == 0;
+  const bool speaks = lane == 0;  // for its warp
   constexpr int out_parts = width == 256 ? 2 : 1, out_size = width == 64 ? 32 : 64;
   const float to_log2 = a.scale * log2_e;
   const float slack = 8 / to_log2;  // weights may grow to 2^8 before sums are rescaled
@@ -317,11 +261,11 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
     };
     // Scores become weights; what there was must be multiplied by `factor`, if the result is true.
     float factor[2];
-    const auto soften = [&](const uint32_t(&allowed)[halves], bool masked) {
-      if (masked)
+    const auto soften = [&](const Allowed<halves>& allowed) {
+      if (allowed.masked)
 #pragma unroll
         for (int i = 0; i < keys / 2; ++i)
-          if (!(allowed[i / 32] >> i % 32 & 1)) s[i] = -infinity;
+          if (!(allowed.word[i / 32] >> i % 32 & 1)) s[i] = -infinity;
       bool grows = false;
       float most[2];
 #pragma unroll
@@ -370,21 +314,9 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
       if constexpr (gathers) publish_stores();
       const auto& note = shared.notes[stage.index];
       last = uniform(note.last);
-      bool visits = false, masked = note.count < keys;
-      uint32_t allowed[halves];
-#pragma unroll
-      for (int i = 0; i < halves; ++i) {
-        const int32_t id = note.ids[me][i];
-        visits |= id != GroupedSide::none;
-        masked |= id != GroupedSide::full;
-        allowed[i] = id == GroupedSide::full ? ~0u
-                     : id < 0                ? 0u
-                                             : map.fragments[int64_t{128} * id + in_group];
-        if (note.count < 64 * (i + 1)) allowed[i] &= columns_below(note.count - 64 * i, lane);
-      }
-      visits = uniform(visits), masked = uniform(masked);
+      const Allowed<halves> allowed(note, me, map.fragments);
       if (in_turn) sync_at(1 + me, 256);
-      if (!visits) {
+      if (!allowed.visits) {
         if (in_turn) arrive_at(1 + (me + 1) % consumers, 256);
         if (pending) finish();
         shared.v_full[stage.index].wait(stage.parity);
@@ -411,7 +343,7 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
           shared.k_empty[stage.index].arrive();
           if (last) shared.q_empty[q_at].arrive();
         }
-        const bool grows = soften(allowed, masked);
+        const bool grows = soften(allowed);
         wait_for_products<0>();
 #pragma unroll
         for (int part = 0; part < out_parts; ++part) hold(out[part]);
@@ -426,7 +358,7 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
           shared.k_empty[stage.index].arrive();
           if (last) shared.q_empty[q_at].arrive();
         }
-        if (soften(allowed, masked) && filled) rescale(factor);
+        if (soften(allowed) && filled) rescale(factor);
       }
       pack_weights();
       pending = true;
@@ -441,11 +373,7 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
 
     const int64_t tile = map.tiles[group * consumers + me];
     if (tile < 0) continue;
-    const auto token = [&](int row) -> int64_t {
-      if (!gathers || !map.order_first) return tile * 64 + row < a.queries ? tile * 64 + row : -1;
-      const int64_t place = map.order_first[tile] + row;
-      return place < map.order_first[tile + 1] ? map.order_tokens[place] : -1;
-    };
+    const auto token = [&](int row) -> int64_t { return owner(map, tile, row, a.queries); };
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -123,6 +123,7 @@ void measure(const Case& c) {
     const cudaStream_t stream = gpu::stream_of(cuda);
     const double forward = time(stream, [&] { backend.forward(p, g.out, g.lse); });
     std::printf("%-24s %-9s %8.3f %8.1f", c.name.c_str(), name(backend.id), forward, 4e-9 * pairs / forward);
+    std::fflush(stdout);
     const Tensor* const made[] = {&g.out, &g.lse, &g.dq, &g.dk, &g.dv};
     int64_t results = 0;
     for (const Tensor* x : made) results += static_cast<int64_t>(x->storage()->bytes());

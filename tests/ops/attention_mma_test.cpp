@@ -258,6 +258,13 @@ TEST_P(CudaMma, Neighborhoods) {
     check_both(make(name + " dilated", {12, 15}, {3, 3}, {boundary}, {2, 3}));
   }
   check_both(make("mixed", {6, 7, 5}, {3, 3, 3}, {wrap, shift, shrink}));
+  // More blocks than are copied ahead, and more tiles than multiprocessors.
+  Case wide = make("wide", {12, 10, 12}, {7, 7, 7}, {wrap});
+  wide.batch = 3, wide.heads = wide.kv_heads = 8;
+  wide.width = wide.value_width = 64;
+  check_case(wide, bf16);
+  wide.width = wide.value_width = 128;
+  check_case(wide, f16);
   Case valid_case = make("valid", {6, 6, 6}, {3, 3, 3}, {shift});
   valid_case.mask =
       neighborhood({.grid = {6, 6, 6}, .window = {3}, .boundary = {valid}, .key_grid = {8, 8, 8}});
