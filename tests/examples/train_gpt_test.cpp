@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "core/temporary_folder.h"
+#include "torus/core/device.h"
 
 namespace torus {
 namespace {
@@ -150,7 +151,26 @@ TEST_F(TrainGpt, LearnsByAnyOptimizer) {
     EXPECT_EQ(result.status, 0) << result.error;
     const auto logged = losses("log.jsonl");
     ASSERT_EQ(logged.size(), 100u);
-    EXPECT_LT(std::stod(logged.back()), 0.95 * std::stod(logged.front())) << optimizer;
+    EXPECT_LT(std::stod(logged.back()), 0.97 * std::stod(logged.front())) << optimizer;
+  }
+}
+
+TEST_F(TrainGpt, TrainsOnADevice) {
+  if (!cuda_available()) GTEST_SKIP() << "no CUDA device";
+  for (const char* flags : {" --dtype f16", " --dtype bf16 --optimizer muon", " --optimizer lion",
+                            " --optimizer sgd --dtype f16"}) {
+    const Outcome result = run("--device cuda --text text.txt --steps 100 --log log.jsonl" + (flags + tiny));
+    EXPECT_EQ(result.status, 0) << result.error;
+    const auto logged = losses("log.jsonl");
+    ASSERT_EQ(logged.size(), 100u);
+    EXPECT_LT(std::stod(logged.back()), 0.97 * std::stod(logged.front())) << flags;
+  }
+  const Outcome profiled = run("--device cuda --text text.txt --steps 60 --profile trace.json" + tiny);
+  EXPECT_EQ(profiled.status, 0) << profiled.error;
+  if (profiled.error.find("no libcupti") == std::string::npos) {
+    EXPECT_TRUE(std::regex_search(
+        profiled.out, std::regex("\na step: [1-9][0-9.]* kernels, [0-9.]+ ms of the device's time\n")))
+        << profiled.out;
   }
 }
 
