@@ -22,7 +22,7 @@ command -v compute-sanitizer > /dev/null || { echo "there is no compute-sanitize
 
 # Left out everywhere: they are about sizes that a sanitizer, hundreds of times slower, does not come to the end of;
 # others run the same kernels on fewer elements.
-large='PassesTwoToThe|LargeCopies|AFullDevice|TooMuchIsOneLine|MoreMatricesThan|ManyMatrices|CountsKernelsOfADevice'
+large='PassesTwoToThe|LargeCopies|AFullDevice|TooMuchIsOneLine|MoreMatricesThan|ManyMatrices'
 # Left out but under memcheck: they run again and again what others run once.
 repeated='SameBitsEachTime|BitsAreTheSameEachTime|Gradcheck|TrajectoriesAreThoseOfTheCpu'
 # What of a test is checked: under memcheck every kernel, else those of Torus alone: cuBLASLt's reuse shared memory and

@@ -229,25 +229,18 @@ TEST_F(CudaMemory, TooMuchIsOneLineAndHarmless) {
 }
 
 TEST_F(CudaMemory, AFullDeviceSaysWhoHoldsIt) {
-  std::vector<Tensor> held;
-  std::string message;
-  try {  // ever more, filled, until there is no more
-    for (int64_t bytes = int64_t{1} << 30;; bytes *= 2) held.push_back(Tensor::zeros({bytes}, u8, cuda));
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), Error::Kind::Memory);
-    message = error.what();
-  }
+  const Tensor held = Tensor::zeros({1 << 30}, u8, cuda), one = Tensor::full({1}, 1, f32, cuda);
+  const Tensor sum = sum_to(one.expand({1000}), {});
+  const int64_t terabyte = int64_t{1} << 40;
+  const std::string message = message_of([&] { Tensor::empty({terabyte}, u8, cuda); });
   EXPECT_NE(message.find("bytes on cuda:0, where "), std::string::npos) << message;
   EXPECT_NE(message.find(" are free; tensors hold "), std::string::npos) << message;
-  int64_t bytes = 0;
-  for (const Tensor& tensor : held) bytes += tensor.numel();
-  EXPECT_NE(message.find("fill " + std::to_string(bytes)), std::string::npos) << message;
-  // And the program goes on, with what it has and with what it gives back.
-  held.resize(1);
-  EXPECT_EQ(held[0].slice(0, 0, 2).to_vector<int64_t>(), std::vector<int64_t>({0, 0}));
-  EXPECT_EQ(Tensor::full({1 << 28}, 1, f32, cuda).select(0, 77).item(), 1);
-  held.clear();
-  release_cached_memory(cuda);
+  EXPECT_NE(message.find("fill " + std::to_string((1 << 30) + 4) + " (2)"), std::string::npos) << message;
+  EXPECT_NE(message.find("sum_to 4 (1)"), std::string::npos) << message;
+  // And the program goes on.
+  EXPECT_EQ(sum.item(), 1000);
+  EXPECT_EQ(held.slice(0, 0, 2).to_vector<int64_t>(), std::vector<int64_t>({0, 0}));
+  EXPECT_EQ(Tensor::full({1 << 26}, 1, f32, cuda).select(0, 77).item(), 1);
 }
 
 TEST(CudaErrors, AnAbsentDeviceIsOneLine) {
