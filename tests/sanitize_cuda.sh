@@ -21,7 +21,8 @@ PATH="$PATH:/usr/local/cuda/bin"
 command -v compute-sanitizer > /dev/null || { echo "there is no compute-sanitizer here: it comes with the CUDA Toolkit"; exit 1; }
 
 # Left out everywhere: they are about sizes that a sanitizer, hundreds of times slower, does not come to the end of;
-# others run the same kernels on fewer elements.
+# others run the same kernels on fewer elements. And those whose point is that CUDA refuses an allocation: memcheck
+# reports each refusal.
 large='PassesTwoToThe|LargeCopies|AFullDevice|TooMuchIsOneLine|MoreMatricesThan|ManyMatrices'
 # Left out but under memcheck: they run again and again what others run once.
 repeated='SameBitsEachTime|BitsAreTheSameEachTime|Gradcheck|TrajectoriesAreThoseOfTheCpu'
