@@ -1,7 +1,10 @@
 #include <algorithm>
 #include <cmath>
 #include <complex>
+#include <map>
+#include <mutex>
 #include <numbers>
+#include <tuple>
 #include <unsupported/Eigen/FFT>
 
 #include "torus/core/parallel.h"
@@ -84,6 +87,17 @@ Tensor fft_matrix(int64_t n, bool inverse, DType dtype) {
   return matrix.reshape({2 * n, 2 * n}).to(dtype);
 }
 
+// On a device, made once: a captured step cannot copy from the host. Never destroyed, as device memory
+// outlives any static of ours.
+Tensor fft_matrix_on(Device device, int64_t n, bool inverse, DType dtype) {
+  static auto* mutex = new std::mutex;
+  static auto* made = new std::map<std::tuple<int, int64_t, bool, DType>, Tensor>;
+  const std::lock_guard lock(*mutex);
+  Tensor& matrix = (*made)[{device.index, n, inverse, dtype}];
+  if (!matrix.defined()) matrix = fft_matrix(n, inverse, dtype).to(device);
+  return matrix;
+}
+
 // On other devices: a matrix product an axis, which is fast at the lengths of images.
 Variable fft_by_matrices(const Variable& x, const std::vector<int>& axes, bool inverse) {
   const DType dtype = x.dtype() == f64 ? f64 : f32;
@@ -96,7 +110,7 @@ Variable fft_by_matrices(const Variable& x, const std::vector<int>& axes, bool i
     std::swap(order[static_cast<size_t>(axis)], order[static_cast<size_t>(x.dim() - 2)]);
     Variable rows = permute(y, order);
     const Shape shape = rows.shape();
-    rows = matmul(reshape(rows, {x.numel() / (2 * n), 2 * n}), fft_matrix(n, inverse, dtype).to(x.device()));
+    rows = matmul(reshape(rows, {x.numel() / (2 * n), 2 * n}), fft_matrix_on(x.device(), n, inverse, dtype));
     y = permute(reshape(rows, shape), order);
   }
   return cast(y, x.dtype());

@@ -180,6 +180,11 @@ Variable fold(const Variable& tokens, const std::vector<int64_t>& grid, const st
 /// none is named), centred and orthonormal: along an axis of any length N, with c = N / 2 rounded down, y[k]
 /// = sum_n x[n] exp(-2 pi i (k - c) (n - c) / N) / sqrt(N), and + for the inverse.
 Variable fft(const Variable& x, const std::vector<int>& axes = {}, bool inverse = false);
+/// x with the frequencies that were measured put in: the inverse of fft(x) * (1 - mask) + measured * mask. x and
+/// measured [..., 2] alike; mask, of zeros and ones, broadcasts to them. The step of Schlemper et al. (2018) without
+/// noise; along axes on which the mask does not vary it may be left out.
+Variable data_consistency(const Variable& x, const Variable& measured, const Tensor& mask,
+                          const std::vector<int>& axes = {});
 
 // Rotary position codes (Su et al., 2021).
 /// Turns the pair of channels (j, j + D / 2) of x [..., N, D] by the angle whose cosine is codes[0, n, j] and

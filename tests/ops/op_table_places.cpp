@@ -341,6 +341,25 @@ std::vector<Row> rows_of_places() {
              [axes = axes, inverse = inverse](const Arrays& in) { return fft_reference(in[0], axes, inverse); },
              Cases{{{3, 4, 2}}, {{2, 3, 5, 2}}, {{1, 7, 2}}, {{1, 1, 2}}, {{0, 3, 2}}},
              {{34, 9, 60, 2}}});
+  // Frequencies 1, 4, 7, ... are measured.
+  add_row({"data_consistency",
+           [](auto& x) {
+             Tensor mask = Tensor::zeros({x[0].size(-2), 1});
+             if (mask.numel() > 1) mask.slice(0, 1, mask.size(0), 3).fill_(1);
+             return Variables{data_consistency(x[0], x[1], mask, {-2})};
+           },
+           [](const Arrays& in) {
+             Array k = fft_reference(in[0], {-2}, false)[0];
+             for_each_index(k.shape, [&](const Index& i) {
+               if (i[i.size() - 2] % 3 == 1) k.at(i) = in[1].at(i);
+             });
+             return fft_reference(k, {-2}, true);
+           },
+           Cases{{{3, 4, 2}, {3, 4, 2}},
+                 {{2, 3, 5, 2}, {2, 3, 5, 2}},
+                 {{1, 1, 2}, {1, 1, 2}},
+                 {{0, 3, 2}, {0, 3, 2}}},
+           {{34, 9, 60, 2}, {34, 9, 60, 2}}});
 
   add_row({"rotary",
            [](auto& x) {

@@ -654,6 +654,25 @@ TEST(Fft, OfAnyLength) {
   }
 }
 
+// What was measured stands, what was not stays, and a second step changes nothing.
+TEST(DataConsistency, PutsInWhatWasMeasured) {
+  const Tensor x = randn({2, 5, 12, 2}, 0, 1, f64), scan = randn({2, 5, 12, 2}, 0, 1, f64);
+  Tensor mask = Tensor::zeros({2, 1, 12, 1}, boolean);
+  mask.slice(2, 1, 12, 3).fill_(1);
+  mask.select(0, 1).slice(1, 5, 8).fill_(1);
+  const Variable y = data_consistency(Variable(x), Variable(scan), mask, {2});
+  const auto before = fft(Variable(x), {2}).value().to_vector<double>(), after = fft(y, {2}).value().to_vector<double>(),
+             measured = scan.to_vector<double>(), is_measured = mask.expand(x.shape()).to_vector<double>();
+  for (size_t i = 0; i < after.size(); ++i)
+    EXPECT_NEAR(after[i], is_measured[i] != 0 ? measured[i] : before[i], 1e-13) << i;
+  const auto once = y.value().to_vector<double>(),
+             twice = data_consistency(y, Variable(scan), mask, {2}).value().to_vector<double>();
+  for (size_t i = 0; i < once.size(); ++i) EXPECT_NEAR(twice[i], once[i], 1e-13);
+  expect_error(Error::Kind::Shape,
+               "[data_consistency] expected x and measured alike, got f64 [2, 5, 12, 2] and f64 [1, 5, 12, 2]",
+               [&] { data_consistency(Variable(x), Variable(scan.slice(0, 0, 1)), mask, {2}); });
+}
+
 TEST(Ops, RotaryOnAGridIsPeriodicWhereAsked) {
   const Shape grid{3, 5, 4};
   const std::vector<bool> periodic{false, true, true};
