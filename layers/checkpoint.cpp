@@ -91,11 +91,14 @@ void check_names(const std::string& what, const std::map<std::string, Entry>& en
         parameters.size(), " parameters, got ", entries.size());
 }
 
-void check_model(const Checkpoint& checkpoint, const GPT& model) {
-  GPTConfig config = checkpoint.model;
+void check_config(const Checkpoint& checkpoint, const GPT& model) {
+  GPTConfig config = checkpoint.model.value_or(GPTConfig{.layers = 0});
   config.dtype = model.config().dtype;
   check(config == model.config(), Error::Kind::Value,
         "[checkpoint] the model's configuration is not that of the checkpoint");
+}
+
+void check_weights(const Checkpoint& checkpoint, const Module& model) {
   const auto parameters = model.named_parameters();
   check_names("the weights", checkpoint.weights, parameters);
   for (const auto& [name, parameter] : parameters) check_tensor(name, checkpoint.weights.at(name), parameter);
@@ -104,8 +107,13 @@ void check_model(const Checkpoint& checkpoint, const GPT& model) {
 }  // namespace
 
 Checkpoint make_checkpoint(const GPT& model, const Optimizer& optimizer) {
-  Checkpoint result;
+  Checkpoint result = make_checkpoint(static_cast<const Module&>(model), optimizer);
   result.model = model.config();
+  return result;
+}
+
+Checkpoint make_checkpoint(const Module& model, const Optimizer& optimizer) {
+  Checkpoint result;
   result.generator = default_generator().state();
   for (const auto& [name, parameter] : model.named_parameters()) result.weights[name] = parameter.value();
   result.optimizer_name = optimizer.name();
@@ -124,8 +132,10 @@ void save_checkpoint(const std::string& path, const Checkpoint& checkpoint) {
     Hdf5File file = Hdf5File::create(temporary);
     file.set_attribute("/", "format", format_name);
     file.set_attribute("/", "version", format_version);
-    visit_config(checkpoint.model, format_version, writer(file, "model"));
-    file.set_attribute("model", "dtype", std::string(name(checkpoint.model.dtype)));
+    if (checkpoint.model) {
+      visit_config(*checkpoint.model, format_version, writer(file, "model"));
+      file.set_attribute("model", "dtype", std::string(name(checkpoint.model->dtype)));
+    }
     visit_state(checkpoint, writer(file, "state"));
     file.create_group("settings");
     std::vector<std::string> names, values;
@@ -161,8 +171,10 @@ Checkpoint load_checkpoint(const std::string& path) {
         "; this program reads up to ", format_version);
 
   Checkpoint result;
-  visit_config(result.model, version, reader(file, "model"));
-  result.model.dtype = dtype_named(file.attribute<std::string>("model", "dtype"), path);
+  if (file.contains("model")) {
+    visit_config(result.model.emplace(), version, reader(file, "model"));
+    result.model->dtype = dtype_named(file.attribute<std::string>("model", "dtype"), path);
+  }
   visit_state(result, reader(file, "state"));
   const auto names = file.attribute<std::vector<std::string>>("settings", "names");
   const auto values = file.attribute<std::vector<std::string>>("settings", "values");
@@ -185,12 +197,22 @@ Checkpoint load_checkpoint(const std::string& path) {
 }
 
 void restore(const Checkpoint& checkpoint, GPT& model) {
-  check_model(checkpoint, model);
+  check_config(checkpoint, model);
+  restore(checkpoint, static_cast<Module&>(model));
+}
+
+void restore(const Checkpoint& checkpoint, Module& model) {
+  check_weights(checkpoint, model);
   for (auto& [name, parameter] : model.named_parameters())
     parameter.mutable_value().copy_(checkpoint.weights.at(name));
 }
 
 void restore(const Checkpoint& checkpoint, GPT& model, Optimizer& optimizer) {
+  check_config(checkpoint, model);
+  restore(checkpoint, static_cast<Module&>(model), optimizer);
+}
+
+void restore(const Checkpoint& checkpoint, Module& model, Optimizer& optimizer) {
   check(checkpoint.optimizer_name == optimizer.name(), Error::Kind::Value,
         "[checkpoint] expected the state of ", optimizer.name(), ", got that of ", checkpoint.optimizer_name);
   check_names("the optimizer's state", checkpoint.optimizer, optimizer.parameters());

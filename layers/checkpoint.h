@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,7 +15,7 @@ namespace torus {
 /// What a checkpoint holds. Weights and optimizer states are by parameter name; their tensors are handles, so
 /// making a checkpoint copies nothing.
 struct Checkpoint {
-  GPTConfig model;
+  std::optional<GPTConfig> model;               // of a GPT; for others `settings` says what was trained
   std::vector<int64_t> vocabulary;              // code points of token 0, 1, ...; empty for bytes
   std::map<std::string, std::string> settings;  // what else a run that goes on must share with this one
   int64_t step = 0;                             // steps taken
@@ -28,6 +29,7 @@ struct Checkpoint {
 /// A checkpoint of this model and optimizer, and of the default generator; the other members are the
 /// caller's. Weights are those that the optimizer steps: masters, where there are any.
 Checkpoint make_checkpoint(const GPT& model, const Optimizer& optimizer);
+Checkpoint make_checkpoint(const Module& model, const Optimizer& optimizer);
 
 /// Replaces the file at `path` as a whole: if anything fails, as on a full disk, what was there stays and the
 /// error is thrown.
@@ -42,6 +44,8 @@ Checkpoint load_checkpoint(const std::string& path);
 /// checkpoint is of another model or optimizer; another dtype is converted. The second form leaves optimizer
 /// and generator: what a program needs that only evaluates.
 void restore(const Checkpoint& checkpoint, GPT& model, Optimizer& optimizer);
+void restore(const Checkpoint& checkpoint, Module& model, Optimizer& optimizer);
 void restore(const Checkpoint& checkpoint, GPT& model);
+void restore(const Checkpoint& checkpoint, Module& model);
 
 }  // namespace torus

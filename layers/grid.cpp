@@ -1,5 +1,7 @@
 #include "torus/layers/grid.h"
 
+#include <algorithm>
+
 #include "torus/ops/attention/attention.h"
 #include "torus/ops/ops.h"
 
@@ -102,6 +104,67 @@ GridTransformerBlock::GridTransformerBlock(const GridTransformerBlockOptions& op
 Variable GridTransformerBlock::operator()(const Variable& x) const {
   const Variable y = attention(norm1(x), x);
   return mlp(norm2(y), y);
+}
+
+namespace {
+
+int64_t points(const std::vector<int64_t>& patch) {
+  int64_t count = 1;
+  for (const int64_t size : patch) count *= size;
+  return count;
+}
+
+const GridTransformerOptions& checked(const GridTransformerOptions& o) {
+  const size_t axes = o.block.attention.window.size();
+  check(o.inputs > 0 && o.outputs > 0 && o.layers >= 0 && o.patch.size() == axes && axes <= 3 &&
+            std::all_of(o.patch.begin(), o.patch.end(), [](int64_t size) { return size > 0; }),
+        Error::Kind::Value,
+        "[grid_transformer] expected inputs, outputs, layers, and a patch for each of at most 3 axes, ",
+        "got ", o.inputs, ", ", o.outputs, ", ", o.layers, " and patches on ", o.patch.size(), " of ", axes,
+        " axes");
+  return o;
+}
+
+}  // namespace
+
+GridTransformer::GridTransformer(const GridTransformerOptions& options, Generator& generator)
+    : embed(points(checked(options).patch) * options.inputs, options.block.attention.channels,
+            {options.block.attention.bias, options.block.attention.dtype}, generator),
+      norm(options.block.attention.channels,
+           {.bias = options.block.attention.bias, .dtype = options.block.attention.dtype}),
+      head(options.block.attention.channels, points(options.patch) * options.outputs,
+           {options.block.attention.bias, options.block.attention.dtype}, generator),
+      options_(options) {
+  add("embed", embed);
+  for (int64_t i = 0; i < options.layers; ++i)
+    add("blocks." + std::to_string(i), blocks.emplace_back(options.block, generator));
+  add("norm", norm);
+  add("head", head);
+  head.weight.mutable_value().copy_(randn(head.weight.shape(), 0, 0.02, head.weight.dtype(), generator));
+}
+
+Variable GridTransformer::operator()(const Variable& x) const {
+  const int axes = static_cast<int>(options_.patch.size());
+  bool fits = x.dim() == axes + 2 && x.size(-1) == options_.inputs;
+  for (int a = 0; fits && a < axes; ++a) fits = x.size(a + 1) % options_.patch[static_cast<size_t>(a)] == 0;
+  check(fits, Error::Kind::Shape, "[grid_transformer] expected x [B, ", axes, " axes of whole patches ",
+        Shape(std::span(options_.patch)), ", ", options_.inputs, "], got ", x.shape());
+  // Channels before the grid, as unfold has them, and back.
+  std::vector<int> inward{0, axes + 1}, outward{0};
+  std::vector<int64_t> sizes;
+  Shape tokens{x.size(0)};
+  for (int a = 0; a < axes; ++a) {
+    inward.push_back(a + 1);
+    outward.push_back(a + 2);
+    sizes.push_back(x.size(a + 1));
+    tokens.push_back(sizes.back() / options_.patch[static_cast<size_t>(a)]);
+  }
+  outward.push_back(1);
+  tokens.push_back(options_.block.attention.channels);
+  Variable y = reshape(embed(unfold(permute(x, inward), options_.patch)), tokens);
+  for (const GridTransformerBlock& block : blocks) y = block(y);
+  const Variable patches = head(norm(y));
+  return permute(fold(reshape(patches, {x.size(0), -1, patches.size(-1)}), sizes, options_.patch), outward);
 }
 
 }  // namespace torus

@@ -1,6 +1,7 @@
 // Transformers on grids of any number of axes: each token sees a window around it.
 #pragma once
 
+#include <deque>
 #include <map>
 
 #include "torus/layers/layers.h"
@@ -63,6 +64,30 @@ class GridTransformerBlock : public Module {
   NeighborhoodAttention attention;
   LayerNorm norm2;
   MLP mlp;
+};
+
+struct GridTransformerOptions {
+  int64_t inputs = 1, outputs = 1;    // channels of a point of the grid
+  std::vector<int64_t> patch = {};    // points that make a token, one entry an axis
+  int64_t layers = 2;                 // blocks
+  GridTransformerBlockOptions block;  // its windows count tokens
+};
+
+/// Patches of x [B, X, Y, ..., inputs] become tokens; blocks, a norm, and back: [B, X, Y, ..., outputs]. For
+/// grids of 1 to 3 axes whose sizes are multiples of the patch's. If all axes wrap, it commutes with rolling
+/// by whole patches. The output layer starts normal with deviation 0.02.
+class GridTransformer : public Module {
+ public:
+  explicit GridTransformer(const GridTransformerOptions& options, Generator& generator = default_generator());
+  Variable operator()(const Variable& x) const;
+
+  Linear embed;
+  std::deque<GridTransformerBlock> blocks;
+  LayerNorm norm;
+  Linear head;
+
+ private:
+  GridTransformerOptions options_;
 };
 
 }  // namespace torus

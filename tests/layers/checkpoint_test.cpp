@@ -104,6 +104,34 @@ TEST(Checkpoint, RestoresEveryBit) {
   }
 }
 
+TEST(Checkpoint, OfAnyModule) {
+  const TemporaryFolder folder;
+  manual_seed(5);
+  MLP first(4, 6), second(4, 6);
+  AdamW optimizer(first.named_parameters()), other(second.named_parameters());
+  const auto step = [](MLP& model, AdamW& adam) {
+    Tape tape;
+    const Variable y = model(Variable(Tensor::full({1, 4}, 0.5)));
+    tape.backward(sum(y * y));
+    adam.step();
+    adam.zero_grad();
+    return y.value().to_vector<float>();
+  };
+  step(first, optimizer);
+  Checkpoint checkpoint = make_checkpoint(first, optimizer);
+  checkpoint.settings = {{"width", "4"}};
+  save_checkpoint(folder / "a.h5", checkpoint);
+  const Checkpoint loaded = load_checkpoint(folder / "a.h5");
+  EXPECT_FALSE(loaded.model.has_value());
+  EXPECT_EQ(loaded.settings, checkpoint.settings);
+  restore(loaded, second, other);
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(step(second, other), step(first, optimizer));
+  MLP wider(4, 7);
+  EXPECT_ERROR(restore(loaded, wider), Value, "[checkpoint] expected up.weight as in the model");
+  GPT gpt(small);
+  EXPECT_ERROR(restore(loaded, gpt), Value, "the model's configuration is not that of the checkpoint");
+}
+
 // checkpoint_v1.h5 was written by the first format: parameter i holds i, its moments i + 0.5 and i + 0.25.
 TEST(Checkpoint, ReadsTheFirstFormat) {
   const Checkpoint loaded = load_checkpoint(TORUS_SOURCE_DIR "/tests/layers/checkpoint_v1.h5");
@@ -221,7 +249,7 @@ TEST(Checkpoint, KeepsMasterWeights) {
   save_checkpoint(folder / "a.h5", make_checkpoint(first.model, first.optimizer));
   const Checkpoint loaded = load_checkpoint(folder / "a.h5");
   EXPECT_EQ(loaded.weights.at("tokens.weight").dtype(), f32);
-  EXPECT_EQ(loaded.model.dtype, bf16);
+  EXPECT_EQ(loaded.model->dtype, bf16);
   restore(loaded, second.model, second.optimizer);
   EXPECT_EQ(second.masters(), first.masters());
   EXPECT_EQ(flat_values(second.model), flat_values(first.model));
@@ -273,7 +301,7 @@ TEST(Checkpoint, EvaluationNeedsOnlyWeights) {
   const TemporaryFolder folder;
   const std::string path = saved(folder);
   const Checkpoint checkpoint = load_checkpoint(path);
-  GPT model(checkpoint.model);
+  GPT model(checkpoint.model.value());
   manual_seed(5);
   restore(checkpoint, model);
   manual_seed(11);

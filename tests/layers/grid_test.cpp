@@ -99,6 +99,58 @@ TEST(NeighborhoodAttention, TakesGridsOfAnySizeAndRefusesOthers) {
   }
 }
 
+TEST(GridTransformer, CommutesWithRollingByWholePatches) {
+  Generator g(7);
+  GridTransformer model({.inputs = 2,
+                         .outputs = 3,
+                         .patch = {1, 2, 4},
+                         .layers = 2,
+                         .block = {.attention = {.channels = 12,
+                                                 .heads = 2,
+                                                 .window = {3, 3, 3},
+                                                 .boundary = {shift, wrap, wrap},
+                                                 .dtype = f64}}},
+                        g);
+  const Tensor x = randn({2, 3, 8, 20, 2}, 0, 1, f64, g);
+  const Tensor y = model(Variable(x)).value();
+  EXPECT_EQ(y.shape(), (Shape{2, 3, 8, 20, 3}));
+  for (const auto& [axis, by] : {std::pair{2, 2}, {2, 6}, {3, 4}, {3, 12}})
+    EXPECT_LT(largest_difference(model(Variable(rolled(x, axis, by))).value(), rolled(y, axis, by)), 1e-12);
+  for (const auto& [axis, by] : {std::pair{1, 1}, {2, 1}, {3, 2}})  // no whole patch, or no axis that wraps
+    EXPECT_GT(largest_difference(model(Variable(rolled(x, axis, by))).value(), rolled(y, axis, by)), 1e-3);
+}
+
+TEST(GridTransformer, GradientsAndSizes) {
+  Generator g(8);
+  GridTransformer model(
+      {.inputs = 1,
+       .outputs = 2,
+       .patch = {2, 1},
+       .layers = 1,
+       .block = {.attention = {.channels = 4, .window = {2, 2}, .dtype = f64}, .hidden = 5}},
+      g);
+  EXPECT_EQ(model.named_parameters()[0].name, "embed.weight");
+  EXPECT_EQ(model.named_parameters()[2].name, "blocks.0.norm1.weight");
+  EXPECT_EQ(model.named_parameters().back().name, "head.bias");
+  const auto report =
+      gradcheck([&](const std::vector<Variable>& x) { return std::vector<Variable>{model(x[0])}; },
+                {randn({1, 4, 3, 1}, 0, 1, f64, g)});
+  EXPECT_TRUE(report) << report;
+  EXPECT_EQ(model(Variable(Tensor::zeros({2, 6, 5, 1}, f64))).shape(), (Shape{2, 6, 5, 2}));
+  for (const Shape& shape : {Shape{1, 3, 3, 1}, Shape{1, 4, 3, 2}, Shape{4, 3, 1}}) try {
+      model(Variable(Tensor::zeros(shape, f64)));
+      ADD_FAILURE() << shape;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), Error::Kind::Shape);
+      EXPECT_EQ(std::string(error.what())
+                    .rfind("[grid_transformer] expected x [B, 2 axes of whole patches [2, 1], 1]", 0),
+                0u)
+          << error.what();
+    }
+  EXPECT_THROW(GridTransformer({.patch = {2}, .block = {.attention = {.channels = 4, .window = {2, 2}}}}),
+               Error);
+}
+
 // One voxel is felt in its windows, and nowhere else.
 TEST(NeighborhoodAttention, IsLocal) {
   Generator g(5);
