@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "torus/torus.h"
+#include "training.h"
 
 /// A vocabulary, batches to train on, and a score on data that no batch holds.
 class Task {
@@ -30,14 +31,6 @@ class Task {
   /// The last line of a run: the score of all.
   virtual std::string conclude(double score, double untrained) const = 0;
 };
-
-/// printf into a string.
-template <class... Args>
-std::string format(const char* pattern, Args... args) {
-  char text[256];
-  std::snprintf(text, sizeof text, pattern, args...);
-  return text;
-}
 
 /// The .h and .cpp files of Torus, one after another in the order of their names.
 inline std::string own_sources() {

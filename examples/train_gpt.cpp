@@ -6,8 +6,8 @@
 #include <memory>
 #include <optional>
 #include <sstream>
-#include <variant>
 
+#include "flags.h"
 #include "tasks.h"
 #include "torus/torus.h"
 #include "training.h"
@@ -17,8 +17,6 @@ using namespace torus;
 namespace {
 
 // --------------------------------------------------------------------------------------------------- flags
-
-using Settings = std::map<std::string, std::string>;
 
 struct Options {
   std::string preset, task = "text", vocabulary = "characters", dtype = "f32", optimizer = "adamw";
@@ -80,25 +78,6 @@ const std::map<std::string, Settings> presets = {
 // Presets give the learning rate of AdamW; others take so many times that.
 const std::map<std::string, double> rate_factors = {{"adamw", 1}, {"lion", 0.1}, {"muon", 7}, {"sgd", 30}};
 
-// A flag whose value decides what is trained and how: a preset or a checkpoint may give it, and a run that
-// resumes shares it with the one that saved.
-struct Flag {
-  std::string name, help;
-  std::variant<std::string*, int64_t*, double*> value;
-  CLI::Option* option = nullptr;
-
-  bool given() const { return option->count() > 0; }
-  void set(const std::string& text) {
-    option->add_result(text);
-    option->run_callback();
-  }
-  std::string text() const {
-    if (const auto* text = std::get_if<std::string*>(&value)) return **text;
-    if (const auto* count = std::get_if<int64_t*>(&value)) return std::to_string(**count);
-    return to_text(*std::get<double*>(value));
-  }
-};
-
 std::vector<Flag> add_flags(CLI::App& app, Options& o) {
   std::vector<Flag> flags = {
       {"preset", "sizes and schedule: nano (default), toy, char, gpt2, addition (default for that task)",
@@ -117,9 +96,7 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
       {"seed", "of weights, batches and dropout", &o.seed},
       {"dtype", "f32 (default), f64, or bf16 or f16 with weights kept in f32", &o.dtype},
   };
-  for (Flag& flag : flags)
-    flag.option = std::visit([&](auto* value) { return app.add_option("--" + flag.name, *value, flag.help); },
-                             flag.value);
+  for (Flag& flag : flags) flag.add_to(app);
   const auto limit = [&](const std::string& name, const CLI::Validator& rule) {
     app.get_option("--" + name)->check(rule);
   };
@@ -154,20 +131,6 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
   return flags;
 }
 
-// Flags that were not given are as in the checkpoint; those that were must agree with it.
-void take_settings(std::vector<Flag>& flags, const Settings& saved, const std::string& path) {
-  for (Flag& flag : flags) {
-    const auto found = saved.find(flag.name);
-    if (found == saved.end() && flag.name == "optimizer") continue;  // as it was before there were others
-    check(found != saved.end(), Error::Kind::File, path, " does not say its --", flag.name,
-          ": train_gpt did not write it");
-    if (!flag.given() && flag.text() != found->second) flag.set(found->second);
-    check(flag.text() == found->second, Error::Kind::Value, "--", flag.name, " ", flag.text(),
-          " is at odds with ", path, ", which was made with ",
-          found->second.empty() ? "the default" : found->second);
-  }
-}
-
 // Flags given neither on the command line nor by a checkpoint are the preset's.
 void take_preset(std::vector<Flag>& flags, Options& options) {
   if (options.preset.empty()) options.preset = options.task == "text" ? "nano" : options.task;
@@ -179,13 +142,6 @@ void take_preset(std::vector<Flag>& flags, Options& options) {
     }
 }
 
-// A run of two minutes must not end with the news that it cannot be saved.
-void check_can_save(const std::filesystem::path& path) {
-  const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
-  check(!std::filesystem::is_directory(path) && access(folder.c_str(), W_OK) == 0, Error::Kind::File,
-        "cannot save to ", path.string(), ": it is a folder, or not in a folder that can be written");
-}
-
 // ------------------------------------------------------------------------------------------------ training
 
 std::unique_ptr<Optimizer> make_optimizer(const std::string& name, const GPT& model) {
@@ -195,69 +151,6 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name, const GPT& mo
   if (name == "sgd") return std::make_unique<SGD>(parameters, SGDOptions{.momentum = 0.9, .nesterov = true});
   return std::make_unique<AdamW>(parameters, AdamWOptions{.beta2 = 0.99, .weight_decay = 0.1});
 }
-
-// Takes steps. On a CUDA device they are captured and replayed, and nobody waits for their losses.
-class Trainer {
- public:
-  /// `scale`: of the loss, null for none.
-  Trainer(GPT& model, Optimizer& optimizer, LossScale* scale, const Options& options, Device device)
-      : optimizer_(optimizer),
-        scale_(scale),
-        inputs_(Tensor::zeros({options.batch, options.context}, i64, device)),
-        targets_(inputs_.clone()),
-        last_(Tensor::zeros({2}, f64, device)),
-        recent_(Tensor::zeros({device == cpu ? 1 : 16, 2}, f64, device)),
-        step_(device, [this, &model] {
-          Tape tape;
-          const Variable loss = model.loss(inputs_, targets_);
-          if (!scale_) {
-            tape.backward(loss);
-          } else {
-            tape.backward(loss, {.seed = scale_->tensor().to(loss.dtype())});
-          }
-          const Tensor norm = grad_norm(model.parameters());
-          optimizer_.step(
-              {.grad_norm = norm, .max_norm = 1, .loss_scale = scale_ ? scale_->tensor() : Tensor()});
-          if (scale_) scale_->update(norm);
-          optimizer_.zero_grad();
-          last_.select(0, 0).copy_(loss.value());
-          last_.select(0, 1).copy_(scale_ ? scale_->tensor() : norm);
-        }) {}
-
-  void step(const Batch& batch, double lr) {
-    check(batch.inputs.shape() == inputs_.shape(), Error::Kind::Value, "expected batches of ",
-          inputs_.shape(), ", got ", batch.inputs.shape());
-    inputs_.copy_(batch.inputs);
-    targets_.copy_(batch.targets);
-    optimizer_.set_lr(lr);
-    step_();
-    recent_.select(0, taken_++).copy_(last_);
-  }
-  // No further step before `losses`.
-  bool full() const { return taken_ == recent_.size(0); }
-  // Of the steps since they were last asked for. Waits for the device.
-  std::vector<double> losses() {
-    const std::vector<double> numbers = recent_.to_vector<double>();
-    std::vector<double> result;
-    const auto taken = static_cast<size_t>(std::exchange(taken_, 0));
-    for (size_t i = 0; i < taken; ++i) {
-      // Steps whose scaled gradient overflows are skipped, and the scale falls, but not for ever.
-      const double norm_or_scale = numbers[2 * i + 1];
-      check(scale_ ? norm_or_scale > 0x1p-24 : std::isfinite(norm_or_scale), Error::Kind::Value,
-            "the gradient is not finite; try a lower --lr");
-      result.push_back(numbers[2 * i]);
-    }
-    return result;
-  }
-
- private:
-  Optimizer& optimizer_;
-  LossScale* scale_;
-  Tensor inputs_, targets_;
-  Tensor last_, recent_;  // loss, and norm or scale
-  CapturedStep step_;
-  int64_t taken_ = 0;  // steps in recent_
-};
 
 double evaluate(GPT& model, const Task& task, bool quick) {
   model.train(false);
@@ -294,7 +187,9 @@ bool train(GPT& model, Optimizer& optimizer, LossScale* scale, const Task& task,
 
   const Interrupt interrupt;
   Progress progress(step, options.steps, options.batch * options.context);
-  Trainer trainer(model, optimizer, scale, options, device);
+  Tensor inputs = Tensor::zeros({options.batch, options.context}, i64, device), targets = inputs.clone();
+  Trainer trainer(
+      model, optimizer, device, [&] { return model.loss(inputs, targets); }, scale);
   std::vector<double> rates;  // of the steps whose losses are not known yet
   bool stopped = false;
   std::optional<Profiler> profiler;
@@ -317,7 +212,10 @@ bool train(GPT& model, Optimizer& optimizer, LossScale* scale, const Task& task,
     }
     const double lr =
         warmup_cosine(step, std::min<int64_t>(100, options.steps / 10), options.steps, options.lr);
-    trainer.step(batches.next(), lr);
+    const Batch batch = batches.next();
+    inputs.copy_(batch.inputs);
+    targets.copy_(batch.targets);
+    trainer.step(lr);
     rates.push_back(lr);
     ++step;
     stopped = interrupt.requested() || (options.minutes > 0 && progress.seconds() > 60 * options.minutes);
@@ -375,7 +273,8 @@ int run(Options& options, std::vector<Flag>& flags) {
   std::optional<Checkpoint> saved;
   if (!options.resume.empty()) {
     saved = load_checkpoint(options.resume);
-    take_settings(flags, saved->settings, options.resume);
+    saved->settings.emplace("optimizer", "adamw");  // as it was before there were others
+    take_settings(flags, saved->settings, options.resume, "train_gpt");
     if (options.text.empty() && options.tokens.empty())
       options.text = saved->settings["text"], options.tokens = saved->settings["tokens"];
   }

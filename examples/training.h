@@ -11,11 +11,20 @@
 #include <cstdint>
 #include <cstdio>
 #include <fstream>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "torus/core/error.h"
+#include "torus/torus.h"
+
+/// printf into a string.
+template <class... Args>
+std::string format(const char* pattern, Args... args) {
+  char text[512];
+  std::snprintf(text, sizeof text, pattern, args...);
+  return text;
+}
 
 /// The shortest decimal that reads back as this number.
 inline std::string to_text(double value) {
@@ -113,9 +122,7 @@ class Progress {
   }
 
   /// Of training, without what came in between.
-  double seconds() const {
-    return seconds_ + std::chrono::duration<double>(Clock::now() - since_).count();
-  }
+  double seconds() const { return seconds_ + std::chrono::duration<double>(Clock::now() - since_).count(); }
   double tokens_per_second() const { return static_cast<double>(steps_ * tokens_per_step_) / seconds_; }
 
  private:
@@ -130,8 +137,9 @@ class Progress {
     const auto left =
         std::lround(seconds_ / static_cast<double>(steps_) * static_cast<double>(total_ - done_));
     char text[160];
-    std::snprintf(text, sizeof text, "step %ld/%ld%s  loss %.3f  %.1f k tok/s  %ld:%02ld left", long(done_),
-                  long(total_), bar.c_str(), loss_, tokens_per_second() / 1000, left / 60, left % 60);
+    std::snprintf(text, sizeof text, "step %ld/%ld%s  loss %.*f  %.1f k tok/s  %ld:%02ld left", long(done_),
+                  long(total_), bar.c_str(), loss_ < 0.1 ? 5 : 3, loss_, tokens_per_second() / 1000,
+                  left / 60, left % 60);
     return text;
   }
 
@@ -140,4 +148,61 @@ class Progress {
   double loss_ = 0;  // running mean
   double seconds_ = 0, shown_ = 0;
   Clock::time_point since_ = Clock::now();
+};
+
+/// Takes steps. On a CUDA device they are captured and replayed, and nobody waits for their losses.
+class Trainer {
+ public:
+  /// `loss` reads its batch from tensors that stay where they are. `scale`: of the loss, null for none.
+  Trainer(torus::Module& model, torus::Optimizer& optimizer, torus::Device device,
+          std::function<torus::Variable()> loss, torus::LossScale* scale = nullptr)
+      : optimizer_(optimizer),
+        scale_(scale),
+        last_(torus::Tensor::zeros({2}, torus::f64, device)),
+        recent_(torus::Tensor::zeros({device == torus::cpu ? 1 : 16, 2}, torus::f64, device)),
+        step_(device, [this, &model, loss = std::move(loss)] {
+          torus::Tape tape;
+          const torus::Variable value = loss();
+          if (!scale_) {
+            tape.backward(value);
+          } else {
+            tape.backward(value, {.seed = scale_->tensor().to(value.dtype())});
+          }
+          const torus::Tensor norm = grad_norm(model.parameters());
+          optimizer_.step(
+              {.grad_norm = norm, .max_norm = 1, .loss_scale = scale_ ? scale_->tensor() : torus::Tensor()});
+          if (scale_) scale_->update(norm);
+          optimizer_.zero_grad();
+          last_.select(0, 0).copy_(value.value());
+          last_.select(0, 1).copy_(scale_ ? scale_->tensor() : norm);
+        }) {}
+
+  void step(double lr) {
+    optimizer_.set_lr(lr);
+    step_();
+    recent_.select(0, taken_++).copy_(last_);
+  }
+  /// No further step before `losses`.
+  bool full() const { return taken_ == recent_.size(0); }
+  /// Of the steps since they were last asked for. Waits for the device.
+  std::vector<double> losses() {
+    const std::vector<double> numbers = recent_.to_vector<double>();
+    std::vector<double> result;
+    const auto taken = static_cast<size_t>(std::exchange(taken_, 0));
+    for (size_t i = 0; i < taken; ++i) {
+      // Steps whose scaled gradient overflows are skipped, and the scale falls, but not for ever.
+      const double norm_or_scale = numbers[2 * i + 1];
+      torus::check(scale_ ? norm_or_scale > 0x1p-24 : std::isfinite(norm_or_scale), torus::Error::Kind::Value,
+                   "the gradient is not finite; try a lower --lr");
+      result.push_back(numbers[2 * i]);
+    }
+    return result;
+  }
+
+ private:
+  torus::Optimizer& optimizer_;
+  torus::LossScale* scale_;
+  torus::Tensor last_, recent_;  // loss, and norm or scale
+  torus::CapturedStep step_;
+  int64_t taken_ = 0;  // steps in recent_
 };

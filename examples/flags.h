@@ -1,0 +1,61 @@
+// Flags of a program that trains, and their values in its checkpoints.
+#pragma once
+
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "torus/core/error.h"
+#include "training.h"
+
+using Settings = std::map<std::string, std::string>;
+
+/// A flag whose value decides what is trained and how: a preset or a checkpoint may give it, and a run that
+/// resumes shares it with the one that saved.
+struct Flag {
+  std::string name, help;
+  std::variant<std::string*, int64_t*, double*> value;
+  CLI::Option* option = nullptr;
+
+  void add_to(CLI::App& app) {
+    option = std::visit([&](auto* into) { return app.add_option("--" + name, *into, help); }, value);
+  }
+  bool given() const { return option->count() > 0; }
+  void set(const std::string& text) {
+    option->add_result(text);
+    option->run_callback();
+  }
+  std::string text() const {
+    if (const auto* text = std::get_if<std::string*>(&value)) return **text;
+    if (const auto* count = std::get_if<int64_t*>(&value)) return std::to_string(**count);
+    return to_text(*std::get<double*>(value));
+  }
+};
+
+/// Flags that were not given are as in the checkpoint at `path`; those that were must agree with it.
+inline void take_settings(std::vector<Flag>& flags, const Settings& saved, const std::string& path,
+                          const std::string& program) {
+  using torus::Error;
+  for (Flag& flag : flags) {
+    const auto found = saved.find(flag.name);
+    torus::check(found != saved.end(), Error::Kind::File, path, " does not say its --", flag.name, ": ",
+                 program, " did not write it");
+    if (!flag.given() && flag.text() != found->second) flag.set(found->second);
+    torus::check(flag.text() == found->second, Error::Kind::Value, "--", flag.name, " ", flag.text(),
+                 " is at odds with ", path, ", which was made with ",
+                 found->second.empty() ? "the default" : found->second);
+  }
+}
+
+/// A run of two minutes must not end with the news that it cannot be saved.
+inline void check_can_save(const std::filesystem::path& path) {
+  const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
+  torus::check(!std::filesystem::is_directory(path) && access(folder.c_str(), W_OK) == 0,
+               torus::Error::Kind::File, "cannot save to ", path.string(),
+               ": it is a folder, or not in a folder that can be written");
+}
