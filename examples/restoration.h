@@ -26,8 +26,7 @@ struct Problem {
       if (sampled[static_cast<size_t>(k)]) result.push_back(k + 1);
     return result;
   }
-  /// Which frequencies of a slab are measured, [z or 1, y or 1, x or 1, 1]: the product of a mask for each
-  /// axis.
+  /// What is measured of a slab, [z or 1, y or 1, x or 1, 1]: the product of a mask for each axis.
   torus::Tensor mask(const Scan& scan, const std::vector<uint32_t>& seed) const {
     torus::Tensor result = torus::Tensor::full({1, 1, 1, 1}, 1);
     for (size_t k = 0; k < 3; ++k) {
@@ -47,8 +46,8 @@ struct Problem {
   }
 };
 
-/// A step of training: images [B, z, y, x, 2] as their frequencies along the sampled axes, and the masks [B,
-/// ...].
+/// A step of training: images [B, z, y, x, 2] as their frequencies along the sampled axes, and a mask for
+/// each.
 struct Slabs {
   torus::Tensor frequencies, masks;
 };

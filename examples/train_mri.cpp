@@ -19,7 +19,7 @@ namespace {
 
 struct Options {
   std::string undersample, sampling = "random", wrap, patch, window, dtype = "f32";
-  double acceleration = 4, center_fraction = 0.08, lr = 0.002;
+  double acceleration = 4, center_fraction = 0.08, lr = 0.003;
   int64_t slices = 0, layers = 3, heads = 4, width = 64, cascades = 1, batch = 1, steps = 400, seed = 1;
   // What a resumed run is free to change:
   std::vector<std::string> files, test;
@@ -52,7 +52,7 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
       {"cascades", "networks in line, each followed by data consistency (1)", &o.cascades},
       {"batch", "slabs in a step (1)", &o.batch},
       {"steps", "steps of the whole schedule (400)", &o.steps},
-      {"lr", "highest learning rate; it warms up, then falls to 0 along a cosine (0.002)", &o.lr},
+      {"lr", "highest learning rate; it warms up, then falls to 0 along a cosine (0.003)", &o.lr},
       {"seed", "of weights, slabs and masks (1)", &o.seed},
       {"dtype", "of the network: f32 (default), or bf16 with weights kept in f32", &o.dtype},
   };
@@ -239,9 +239,15 @@ std::array<bool, 3> choose_wrap(Options& o, const Problem& problem, const Data& 
   const Scan& scan = *data.train[0];
   if (is_given) {
     wraps = axes_named("wrap", o.wrap);
+    check(!wraps[0] || scan.grid[0] == o.slices, Error::Kind::Value, "--wrap z: slabs of ", o.slices,
+          " slices are a part of the ", scan.grid[0], " of ", scan.name, ", and have no other end to see");
   } else {
+    for (const Scans* scans : {&data.train, &data.test})
+      for (const auto& other : *scans)
+        check(other->encoded == scan.encoded, Error::Kind::Value, "--wrap: say which axes wrap, because ",
+              scan.name, " and ", other->name, " are not both k-space of the same axes");
     for (size_t k = 0; k < 3; ++k) {
-      // A slab that is only a part of the axis has no other end to see.
+      // Where a slab is a part of the axis it has no other end to see.
       const bool whole = k != 0 || scan.grid[0] == o.slices;
       wraps[k] = whole && (scan.encoded[k] || problem.sampled[k]);
     }
@@ -253,8 +259,9 @@ std::array<bool, 3> choose_wrap(Options& o, const Problem& problem, const Data& 
                       : scan.encoded[k] || problem.sampled[k] ? "a slab is a part of it"
                       : scan.axes[k] == "slice" && k == 0     ? "slices of a multislice scan"
                                                               : "nothing is sampled on it";
-    std::printf("window    %s (%s): %ld tokens, %s: %s\n", axis_names[k], scan.axes[k].c_str(),
-                long(window[k]), wraps[k] ? "wraps around" : "shifts inward at the ends", why);
+    const std::string own = scan.axes[k] == axis_names[k] ? "" : " (" + scan.axes[k] + ")";
+    std::printf("window    %s%s: %ld token%s, %s: %s\n", axis_names[k], own.c_str(), long(window[k]),
+                window[k] == 1 ? "" : "s", wraps[k] ? "wraps around" : "shifts inward at the ends", why);
   }
   o.wrap = text_of(wraps);
   return wraps;

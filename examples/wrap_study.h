@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -76,7 +77,7 @@ constexpr size_t arm_count = std::size(arms), plotted = 3;
 struct Outcome {
   double equivariance = 0;        // before training
   std::vector<double> psnr;       // at each shift
-  double band = 0, interior = 0;  // at a shift of half the axis
+  double band = 0, interior = 0;  // mean over the shifts by whole patches
 };
 
 inline Problem problem_of(const StudySize& size) {
@@ -151,11 +152,10 @@ inline void evaluate(Outcome& outcome, const Restorer& model, const StudySize& s
     for (size_t i = 0; i < shifts.size(); ++i) {
       const Restored frame = restore_frame(model, *scan, problem, 0, device, shifts[i]);
       outcome.psnr[i] += share * psnr(frame.truth, frame.restored);
-      if (shifts[i] == size.grid[2] / 2) {
-        const auto [band, interior] = band_and_interior(frame, shifts[i], reach_of(size));
-        outcome.band += share * band;
-        outcome.interior += share * interior;
-      }
+      if (shifts[i] % size.patch[2] != 0) continue;
+      const auto [band, interior] = band_and_interior(frame, shifts[i], reach_of(size));
+      outcome.band += 2 * share / static_cast<double>(shifts.size()) * band;
+      outcome.interior += 2 * share / static_cast<double>(shifts.size()) * interior;
     }
 }
 
@@ -202,62 +202,54 @@ inline Statistic statistic(const std::vector<double>& values) {
 
 using Outcomes = std::vector<Outcome>;  // one a seed
 
-template <class F>
-std::string cell(const Outcomes& outcomes, F value) {
-  std::vector<double> values;
-  for (const Outcome& o : outcomes) values.push_back(value(o));
-  const auto [mean, deviation] = statistic(values);
-  return format("%6.2f (%.2f)", mean, deviation);
-}
-
 inline void print_table(const std::vector<Outcomes>& results, const StudySize& size, double zero_filled,
                         int64_t parameters) {
-  const std::vector<int64_t> shifts = shifts_of(size);
-  const auto at = [&](int64_t shift) {
-    return static_cast<size_t>(std::find(shifts.begin(), shifts.end(), shift) - shifts.begin());
-  };
-  const size_t half = at(size.grid[2] / 2);
+  const std::pair<std::string, double (*)(const Outcome&)> columns[] = {
+      {"shift 0", [](const Outcome& o) { return o.psnr[0]; }},
+      {"mean of all",
+       [](const Outcome& o) {
+         return std::accumulate(o.psnr.begin(), o.psnr.end(), 0.) / static_cast<double>(o.psnr.size());
+       }},
+      {"worst of all", [](const Outcome& o) { return *std::min_element(o.psnr.begin(), o.psnr.end()); }},
+      {"near the seam", [](const Outcome& o) { return o.band; }},
+      {"elsewhere", [](const Outcome& o) { return o.interior; }}};
   std::printf(
-      "\nPSNR in dB, mean over %ld seeds (standard deviation); each network has %ld parameters; zero-filled "
-      "%.2f\n",
-      long(study_seeds), long(parameters), zero_filled);
-  std::printf("%-22s %10s %14s %14s | %s\n", "", "not equiv-", "", "worst of", "rolled by half the axis");
-  std::printf("%-22s %10s %14s %14s | %14s %14s %14s\n", "windows in x", "ariant", "shift 0",
-              format("%ld shifts", long(shifts.size())).c_str(), "whole", "seam band", "interior");
+      "\nPSNR in dB, mean over %ld seeds (standard deviation), at %ld shifts along x; near the seam: within "
+      "the %ld "
+      "voxels\nthat %ld layers see, and elsewhere, at shifts by whole patches; %ld parameters each; "
+      "zero-filled %.2f\n",
+      long(study_seeds), long(shifts_of(size).size()), long(reach_of(size)), long(size.layers),
+      long(parameters), zero_filled);
+  const auto row = [&](const char* title, const std::string& first, auto text) {
+    std::printf("%-22s %10s", title, first.c_str());
+    for (const auto& [name, value] : columns) std::printf(" %14s", text(name, value).c_str());
+    std::printf("\n");
+  };
+  row("windows in x", "not equiv.", [](const std::string& name, auto) { return name; });
   for (size_t a = 0; a < arm_count; ++a) {
     double error = 0;
     for (const Outcome& o : results[a]) error = std::max(error, o.equivariance);
-    std::printf(
-        "%-22s %10.1e %14s %14s | %14s %14s %14s\n", arms[a].name, error,
-        cell(results[a], [](const Outcome& o) { return o.psnr[0]; }).c_str(),
-        cell(results[a], [](const Outcome& o) { return *std::min_element(o.psnr.begin(), o.psnr.end()); })
-            .c_str(),
-        cell(results[a], [&](const Outcome& o) { return o.psnr[half]; }).c_str(),
-        cell(results[a], [](const Outcome& o) { return o.band; }).c_str(),
-        cell(results[a], [](const Outcome& o) { return o.interior; }).c_str());
+    row(arms[a].name, format("%.1e", error), [&](const std::string&, auto value) {
+      std::vector<double> values;
+      for (const Outcome& o : results[a]) values.push_back(value(o));
+      const auto [mean, deviation] = statistic(values);
+      return format("%.2f (%.2f)", mean, deviation);
+    });
   }
-  std::printf("paired differences, mean (standard deviation) and in how many of %ld seeds it is positive\n",
+  std::printf("differences of pairs, and in how many of the %ld seeds they are positive\n",
               long(study_seeds));
   const auto difference = [&](const char* title, size_t a, size_t b) {
-    const auto part = [&](auto value) {
+    row(title, "", [&](const std::string&, auto value) {
       std::vector<double> values;
-      int64_t positive = 0;
-      for (size_t s = 0; s < results[a].size(); ++s) {
+      for (size_t s = 0; s < results[a].size(); ++s)
         values.push_back(value(results[a][s]) - value(results[b][s]));
-        positive += values.back() > 0;
-      }
       const auto [mean, deviation] = statistic(values);
-      return format("%+.2f (%.2f) %ld", mean, deviation, long(positive));
-    };
-    std::printf(
-        "%-33s %14s %14s | %14s %14s %14s\n", title, part([](const Outcome& o) { return o.psnr[0]; }).c_str(),
-        part([](const Outcome& o) { return *std::min_element(o.psnr.begin(), o.psnr.end()); }).c_str(),
-        part([&](const Outcome& o) { return o.psnr[half]; }).c_str(),
-        part([](const Outcome& o) { return o.band; }).c_str(),
-        part([](const Outcome& o) { return o.interior; }).c_str());
+      return format("%+.2f (%.2f) %ld", mean, deviation,
+                    long(std::count_if(values.begin(), values.end(), [](double v) { return v > 0; })));
+    });
   };
   difference("wrap - shift", 0, 1);
-  difference("wrap - shift, trained rolled", 0, 2);
+  difference("wrap - trained rolled", 0, 2);
   difference("control, wrap - shift", 3, 4);
 }
 
@@ -343,10 +335,11 @@ inline void run_wrap_study(const StudySize& size, torus::Device device, const st
   int64_t parameters = 0;
   double zero_filled = 0;
   {
-    const Restorer model(network_of(size, arms[0]));
+    Restorer model(network_of(size, arms[0]));
+    model.to(device);
     parameters = model.parameter_count();
     for (const auto& scan : test) {
-      const Restored frame = restore_frame(model, *scan, problem, 0, cpu);
+      const Restored frame = restore_frame(model, *scan, problem, 0, device);
       zero_filled += psnr(frame.truth, frame.zero_filled) / static_cast<double>(test.size());
     }
   }
@@ -359,8 +352,9 @@ inline void run_wrap_study(const StudySize& size, torus::Device device, const st
       results[a].push_back(o);
       const double minutes =
           std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() / 60;
-      std::printf("seed %ld, %-22s loss %.4f; PSNR %.2f dB, rolled by half %.2f dB; %.1f min\n", long(seed),
-                  arms[a].name, loss, o.psnr[0], o.psnr[8], minutes);
+      std::printf("seed %ld, %-22s loss %.4f; PSNR %.2f dB, at the worst shift %.2f dB; %.1f min\n",
+                  long(seed), arms[a].name, loss, o.psnr[0], *std::min_element(o.psnr.begin(), o.psnr.end()),
+                  minutes);
       std::fflush(stdout);
       for (size_t i = 0; i < o.psnr.size(); ++i)
         log.write({{"seed", double(seed)},
