@@ -423,6 +423,9 @@ const Kernel<void(Tensor&, const Tensor&, const Tensor&, const ProductOptions&)>
       return 2.0 * static_cast<double>(c.numel()) * static_cast<double>(a.size(-1));
     }};
 
+using GeluKernel = Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, bool&)>;
+const GeluKernel gelu_kernel{"product.gelu", nullptr}, gelu_backward_kernel{"product.gelu_backward", nullptr};
+
 }  // namespace
 
 void product(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& options) {
@@ -448,6 +451,20 @@ void product(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& 
   ProductOptions ready = options;
   if (ready.bias.defined()) ready.bias = ready.bias.contiguous();
   product_kernel(c.device(), c, spread(a), spread(b), ready);
+}
+
+bool product_gelu(Tensor& hidden, Tensor& input, const Tensor& a, const Tensor& b, const Tensor& bias) {
+  bool done = false;
+  if (hidden.device() != cpu)
+    gelu_kernel(hidden.device(), hidden, input, a, b, bias.defined() ? bias.contiguous() : bias, done);
+  return done;
+}
+
+bool product_gelu_backward(Tensor& c, Tensor& column_sums, const Tensor& a, const Tensor& b,
+                           const Tensor& input) {
+  bool done = false;
+  if (c.device() != cpu) gelu_backward_kernel(c.device(), c, column_sums, a, b, input, done);
+  return done;
 }
 
 }  // namespace torus

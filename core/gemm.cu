@@ -2,12 +2,16 @@
 #include <cublasLt.h>
 
 #include <cstring>
+#include <functional>
+#include <limits>
 #include <map>
 #include <mutex>
+#include <span>
 #include <utility>
 
 #include "torus/core/cuda.h"
 #include "torus/core/gemm.h"
+#include "torus/core/memory.h"
 
 namespace torus {
 
@@ -52,6 +56,16 @@ cudaDataType_t type_of(DType dtype) {
   }
 }
 
+// What a product does with its result on the way out: `vector` is a bias, or gets sums; `matrix` is the input
+// of GELU, or gets it.
+struct Epilogue {
+  cublasLtEpilogue_t kind = CUBLASLT_EPILOGUE_DEFAULT;
+  const void *vector = nullptr, *matrix = nullptr;
+
+  // Others are possible always.
+  bool optional() const { return kind != CUBLASLT_EPILOGUE_DEFAULT && kind != CUBLASLT_EPILOGUE_BIAS; }
+};
+
 // One product, or a batch of equal distance, in the column-major terms of cuBLAS: d [m, n] = a b.
 struct Plan {
   struct Operand {
@@ -66,17 +80,19 @@ struct Plan {
   DType dtype;
   int64_t m, n, k, batches;
   Operand a, b, d;
-  bool bias, adds, tf32;
+  cublasLtEpilogue_t epilogue;
+  bool adds, tf32;
   int device;
 
   bool operator<(const Plan& o) const {
-    return std::tie(dtype, m, n, k, batches, a, b, d, bias, adds, tf32, device) <
-           std::tie(o.dtype, o.m, o.n, o.k, o.batches, o.a, o.b, o.d, o.bias, o.adds, o.tf32, o.device);
+    return std::tie(dtype, m, n, k, batches, a, b, d, epilogue, adds, tf32, device) <
+           std::tie(o.dtype, o.m, o.n, o.k, o.batches, o.a, o.b, o.d, o.epilogue, o.adds, o.tf32, o.device);
   }
 };
 
-// The descriptors of a plan and the algorithm chosen for it; kept for good.
+// The descriptors of a plan and the algorithm chosen for it, if there is one; kept for good.
 struct Prepared {
+  bool possible = false;
   cublasLtMatmulDesc_t operation = nullptr;
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
   cublasLtMatmulAlgo_t algorithm = {};
@@ -95,7 +111,49 @@ cublasLtMatrixLayout_t layout(const Plan& plan, const Plan::Operand& x, int64_t 
   return result;
 }
 
-Prepared prepare(const Plan& plan, cublasLtHandle_t handle) {
+// What they point to decides, by its alignment, which algorithms there are.
+void set_operands(cublasLtMatmulDescOpaque_t& operation, const Epilogue& epilogue) {
+  if (epilogue.vector)
+    check_cublas(cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
+                                                &epilogue.vector, sizeof epilogue.vector));
+  if (epilogue.matrix)
+    check_cublas(cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER,
+                                                &epilogue.matrix, sizeof epilogue.matrix));
+}
+
+// Runs a product by one algorithm, to see how long it takes.
+using Trial = std::function<cublasStatus_t(const Prepared&, const cublasLtMatmulAlgo_t&)>;
+
+// The fastest of three runs each, after one that does not count.
+cublasLtMatmulAlgo_t fastest(const Prepared& prepared, std::span<const cublasLtMatmulHeuristicResult_t> found,
+                             const Trial& trial, cudaStream_t stream) {
+  SynchronizationProbe::note("the tuning of a product");
+  cudaEvent_t start = nullptr, stop = nullptr;
+  check_call(cudaEventCreate(&start), "product");
+  check_call(cudaEventCreate(&stop), "product");
+  const cublasLtMatmulAlgo_t* best = &found[0].algo;
+  float least = std::numeric_limits<float>::infinity();
+  for (const auto& candidate : found) {
+    if (candidate.state != CUBLAS_STATUS_SUCCESS || trial(prepared, candidate.algo) != CUBLAS_STATUS_SUCCESS)
+      continue;
+    for (int run = 0; run < 3; ++run) {
+      float time = 0;
+      check_call(cudaEventRecord(start, stream), "product");
+      trial(prepared, candidate.algo);
+      check_call(cudaEventRecord(stop, stream), "product");
+      check_call(cudaEventSynchronize(stop), "product");
+      check_call(cudaEventElapsedTime(&time, start, stop), "product");
+      if (time < least) least = time, best = &candidate.algo;
+    }
+  }
+  cudaEventDestroy(start);
+  cudaEventDestroy(stop);
+  return *best;
+}
+
+// Without a trial, the algorithm is the one that cuBLASLt expects to be the fastest.
+Prepared prepare(const Plan& plan, const Library& cublas, const Epilogue& epilogue, const Trial& trial,
+                 cudaStream_t stream) {
   Prepared made;
   const cublasComputeType_t arithmetic = plan.dtype == f64 ? CUBLAS_COMPUTE_64F
                                          : plan.tf32       ? CUBLAS_COMPUTE_32F_FAST_TF32
@@ -107,10 +165,10 @@ Prepared prepare(const Plan& plan, cublasLtHandle_t handle) {
   };
   set(CUBLASLT_MATMUL_DESC_TRANSA, plan.a.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(CUBLASLT_MATMUL_DESC_TRANSB, plan.b.transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
-  if (plan.bias) {
-    set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-    set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type_of(plan.dtype));
-  }
+  set(CUBLASLT_MATMUL_DESC_EPILOGUE, plan.epilogue);
+  if (epilogue.optional()) set_operands(*made.operation, epilogue);
+  if (epilogue.vector) set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, type_of(plan.dtype));
+  if (epilogue.matrix) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, plan.d.leading);
   made.a = layout(plan, plan.a, plan.m, plan.k);
   made.b = layout(plan, plan.b, plan.k, plan.n);
   made.d = layout(plan, plan.d, plan.m, plan.n);
@@ -125,24 +183,28 @@ Prepared prepare(const Plan& plan, cublasLtHandle_t handle) {
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(plan.b.alignment));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(plan.d.alignment));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(plan.d.alignment));
-  cublasLtMatmulHeuristicResult_t found = {};
+  cublasLtMatmulHeuristicResult_t found[8] = {};
   int count = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, made.operation, made.a, made.b, made.d,
-                                                               made.d, preference, 1, &found, &count);
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoGetHeuristic(cublas.handle, made.operation, made.a, made.b, made.d, made.d,
+                                     preference, trial ? std::size(found) : 1, found, &count);
   cublasLtMatmulPreferenceDestroy(preference);
-  check_cublas(status);
-  check(count > 0, Error::Kind::Device, "[product] cuBLASLt has no algorithm for [", plan.m, ", ", plan.k,
-        "] times [", plan.k, ", ", plan.n, "] of ", plan.dtype);
-  made.algorithm = found.algo;
+  made.possible = status == CUBLAS_STATUS_SUCCESS && count > 0;
+  if (made.possible)
+    made.algorithm = count > 1 ? fastest(made, std::span(found, static_cast<size_t>(count)), trial, stream)
+                               : found[0].algo;
   return made;
 }
 
-const Prepared& prepared(const Plan& plan, cublasLtHandle_t handle) {
+const Prepared& prepared(const Plan& plan, const Library& cublas, const Epilogue& epilogue,
+                         const Trial& trial, cudaStream_t stream) {
   static std::mutex mutex;
   static auto* plans = new std::map<Plan, Prepared>;
   std::lock_guard lock(mutex);
   const auto found = plans->find(plan);
-  return found != plans->end() ? found->second : plans->emplace(plan, prepare(plan, handle)).first->second;
+  return found != plans->end()
+             ? found->second
+             : plans->emplace(plan, prepare(plan, cublas, epilogue, trial, stream)).first->second;
 }
 
 int alignment_of(const void* pointer, int64_t batch_bytes) {
@@ -169,17 +231,17 @@ bool usable(const Tensor& x) {
   return count == 1 || leading >= length;  // an expanded or overlapping axis is not
 }
 
-// `addend` has the strides of c.
+// c = a b + addend, which has the strides of c, or c += a b. False, with nothing done, where cuBLASLt does
+// not know the epilogue for this product.
 template <class T>
-void multiply(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& options,
-              cudaStream_t stream) {
+bool multiply(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& addend, bool accumulate,
+              const Epilogue& epilogue, cudaStream_t stream) {
   const int64_t m = c.size(-2), n = c.size(-1), k = a.size(-1);
   const Library& cublas = library(c.device());
   T* const c_data = write<T>(c);
   const T *const a_data = read<T>(a), *const b_data = read<T>(b);
-  const T* const added = options.addend.defined() ? read<T>(options.addend) : c_data;
-  const T* const bias = options.bias.defined() ? read<T>(options.bias) : nullptr;
-  const bool adds = options.accumulate || options.addend.defined();
+  const T* const added = addend.defined() ? read<T>(addend) : c_data;
+  const bool adds = accumulate || addend.defined();
   const compute<T> alpha = 1, beta = adds ? 1 : 0;
 
   // Leading axes from the last on are one batch as long as each operand moves by equal distances.
@@ -218,22 +280,28 @@ void multiply(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions&
               .a = operand(b, b_at, step[2]),
               .b = operand(a, a_at, step[1]),
               .d = operand(c, c_at, step[0]),
-              .bias = bias != nullptr,
+              .epilogue = epilogue.kind,
               .adds = adds,
               .tf32 = c.dtype() == f32 && tf32_allowed(),
               .device = c.device().index};
     plan.d.alignment = std::min(plan.d.alignment, operand(c, added_at, step[0]).alignment);
-    const Prepared& ready = prepared(plan, cublas.handle);
-    // What it points to is set on a copy: the prepared one is shared between threads.
-    cublasLtMatmulDescOpaque_t operation;
-    std::memcpy(&operation, ready.operation, sizeof operation);
-    if (bias)
-      check_cublas(
-          cublasLtMatmulDescSetAttribute(&operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias));
-    check_cublas(cublasLtMatmul(cublas.handle, &operation, &alpha, b_at, ready.a, a_at, ready.b, &beta,
-                                added_at, ready.d, c_at, ready.d, &ready.algorithm, cublas.workspace,
-                                workspace_bytes, stream));
+    const auto run = [&](const Prepared& with, const cublasLtMatmulAlgo_t& algorithm) {
+      // The prepared one is shared between threads.
+      cublasLtMatmulDescOpaque_t operation;
+      std::memcpy(&operation, with.operation, sizeof operation);
+      set_operands(operation, epilogue);
+      return cublasLtMatmul(cublas.handle, &operation, &alpha, b_at, with.a, a_at, with.b, &beta, added_at,
+                            with.d, c_at, with.d, &algorithm, cublas.workspace, workspace_bytes, stream);
+    };
+    // Trials write to c, which must not be what they add to.
+    const bool tries = products_tuned() && !accumulate && !capturing();
+    const Prepared& ready = prepared(plan, cublas, epilogue, tries ? Trial(run) : Trial(), stream);
+    if (!ready.possible && epilogue.optional()) return false;
+    check(ready.possible, Error::Kind::Device, "[product] cuBLASLt has no algorithm for [", m, ", ", k,
+          "] times [", k, ", ", n, "] of ", c.dtype());
+    check_cublas(run(ready, ready.algorithm));
   }
+  return true;
 }
 
 Tensor sums_of_rows(const Tensor& a) { return sum_to(a.transpose(0, 1), {a.size(0)}); }
@@ -268,12 +336,48 @@ void product_cuda(Tensor& c, const Tensor& a, const Tensor& b, const ProductOpti
   }
   const cudaStream_t stream = stream_of(c);
   const Tensor left = usable(a) ? a : a.contiguous(), right = usable(b) ? b : b.contiguous();
-  gpu::dispatch_floating(c.dtype(), "product",
-                         [&](auto zero) { multiply<decltype(zero)>(c, left, right, rest, stream); });
+  gpu::dispatch_floating(c.dtype(), "product", [&](auto zero) {
+    using T = decltype(zero);
+    Epilogue epilogue;
+    if (rest.bias.defined()) epilogue = {CUBLASLT_EPILOGUE_BIAS, read<T>(rest.bias)};
+    multiply<T>(c, left, right, rest.addend, rest.accumulate, epilogue, stream);
+  });
+}
+
+// Whether GELU can be an epilogue of c [M, N] = a [M, K] b [K, N]: of 16 bits, as its tanh is an
+// approximation.
+bool gelu_fits(const Tensor& c, const Tensor& a, const Tensor& b) {
+  return (c.dtype() == f16 || c.dtype() == bf16) && c.numel() > 0 && a.size(-1) > 0 && c.size(-1) % 8 == 0 &&
+         usable(a) && usable(b);
+}
+
+void product_gelu_cuda(Tensor& hidden, Tensor& input, const Tensor& a, const Tensor& b, const Tensor& bias,
+                       bool& done) {
+  if (!gelu_fits(hidden, a, b)) return;
+  gpu::dispatch_floating(hidden.dtype(), "product", [&](auto zero) {
+    using T = decltype(zero);
+    if (bias.defined() && !is_aligned(read<T>(bias))) return;
+    const Epilogue epilogue{bias.defined() ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX,
+                            bias.defined() ? read<T>(bias) : nullptr, write<T>(input)};
+    done = multiply<T>(hidden, a, b, Tensor(), false, epilogue, stream_of(hidden));
+  });
+}
+
+void product_gelu_backward_cuda(Tensor& c, Tensor& column_sums, const Tensor& a, const Tensor& b,
+                                const Tensor& input, bool& done) {
+  if (!gelu_fits(c, a, b)) return;
+  gpu::dispatch_floating(c.dtype(), "product", [&](auto zero) {
+    using T = decltype(zero);
+    const Epilogue epilogue{CUBLASLT_EPILOGUE_DGELU_BGRAD, write<T>(column_sums), read<T>(input)};
+    done = multiply<T>(c, a, b, Tensor(), false, epilogue, stream_of(c));
+  });
 }
 
 const CudaKernel<void(Tensor&, const Tensor&, const Tensor&, const ProductOptions&)> product_kernel{
     "product", product_cuda};
+const CudaKernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, bool&)> gelu_kernel{
+    "product.gelu", product_gelu_cuda},
+    gelu_backward_kernel{"product.gelu_backward", product_gelu_backward_cuda};
 
 }  // namespace
 
