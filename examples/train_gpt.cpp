@@ -19,13 +19,15 @@ namespace {
 // --------------------------------------------------------------------------------------------------- flags
 
 struct Options {
-  std::string preset, task = "text", vocabulary = "characters", dtype = "f32", optimizer = "adamw";
+  std::string preset, task = "text", vocabulary = "characters", gelu = "exact", dtype = "f32",
+                      optimizer = "adamw";
   int64_t layers = 0, heads = 0, width = 0, context = 0, batch = 0, steps = 0, seed = 1;
   double lr = 0, dropout = 0;
   // What a resumed run is free to change:
   std::string text, tokens, save, resume, log, profile, device = "cpu";
   int64_t eval_every = 500, sample = 300, threads = 0;
   double minutes = 0, temperature = 0.8;
+  bool tune = false;
 };
 
 // Sizes, and steps that take two cores two minutes (nano and addition), six (toy) and nine hours (char). That
@@ -46,7 +48,8 @@ const std::map<std::string, Settings> presets = {
       {"context", "128"},
       {"batch", "32"},
       {"steps", "2000"},
-      {"lr", "0.003"}}},
+      {"lr", "0.003"},
+      {"gelu", "tanh"}}},
     {"char",
      {{"layers", "6"},
       {"heads", "6"},
@@ -55,7 +58,8 @@ const std::map<std::string, Settings> presets = {
       {"batch", "64"},
       {"steps", "5000"},
       {"lr", "0.001"},
-      {"dropout", "0.2"}}},
+      {"dropout", "0.2"},
+      {"gelu", "tanh"}}},
     {"gpt2",
      {{"layers", "12"},
       {"heads", "12"},
@@ -64,7 +68,8 @@ const std::map<std::string, Settings> presets = {
       {"batch", "32"},
       {"steps", "20000"},
       {"lr", "0.0006"},
-      {"dtype", "bf16"}}},
+      {"dtype", "bf16"},
+      {"gelu", "tanh"}}},
     {"addition",
      {{"layers", "2"},
       {"heads", "4"},
@@ -93,6 +98,7 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
       {"optimizer", "adamw (default), lion, muon, or sgd with momentum", &o.optimizer},
       {"lr", "highest learning rate; it warms up, then falls to 0 along a cosine", &o.lr},
       {"dropout", "probability of dropping", &o.dropout},
+      {"gelu", "form of the activation: exact (default), or tanh, as in GPT-2", &o.gelu},
       {"seed", "of weights, batches and dropout", &o.seed},
       {"dtype", "f32 (default), f64, or bf16 or f16 with weights kept in f32", &o.dtype},
   };
@@ -103,6 +109,7 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
   limit("preset", CLI::IsMember({"nano", "toy", "char", "gpt2", "addition"}));
   limit("task", CLI::IsMember({"text", "addition"}));
   limit("vocabulary", CLI::IsMember({"characters", "bytes"}));
+  limit("gelu", CLI::IsMember({"exact", "tanh"}));
   limit("dtype", CLI::IsMember({"f32", "f64", "bf16", "f16"}));
   limit("optimizer", CLI::IsMember({"adamw", "lion", "muon", "sgd"}));
   for (const char* name : {"layers", "heads", "width", "context", "batch", "steps", "lr"})
@@ -114,6 +121,8 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
   app.add_option("--tokens", o.tokens,
                  "file of 16-bit tokens to train on instead of a text, as llm.c writes them");
   app.add_option("--device", o.device, "cpu (default) or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
+  app.add_flag("--tune", o.tune,
+               "on cuda, time several algorithms for each product; the last bits may differ from run to run");
   app.add_option("--minutes", o.minutes, "stop after so long, at whatever step")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--save", o.save, "checkpoint to write, at each evaluation and at the end");
@@ -280,6 +289,7 @@ int run(Options& options, std::vector<Flag>& flags) {
   }
   take_preset(flags, options);
   if (!options.save.empty()) check_can_save(options.save);
+  tune_products(options.tune);
   if (options.threads > 0) set_num_threads(static_cast<int>(options.threads));
   manual_seed(static_cast<uint64_t>(options.seed));
 
@@ -297,6 +307,7 @@ int run(Options& options, std::vector<Flag>& flags) {
              .heads = options.heads,
              .width = options.width,
              .dropout = options.dropout,
+             .gelu = options.gelu == "tanh" ? Gelu::tanh : Gelu::exact,
              .dtype = options.dtype == "f64"    ? f64
                       : options.dtype == "bf16" ? bf16
                       : options.dtype == "f16"  ? f16

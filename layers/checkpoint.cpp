@@ -9,7 +9,7 @@ namespace torus {
 namespace {
 
 const std::string format_name = "torus checkpoint";
-constexpr int64_t format_version = 2;
+constexpr int64_t format_version = 3;
 
 // Writing and reading name the same members in the same places: `visit` is given each in turn.
 template <class Config, class F>
@@ -28,6 +28,8 @@ void visit_config(Config& config, int64_t version, F&& visit) {
   visit("post_norm", config.post_norm);
   visit("swiglu", config.swiglu);
   visit("rotary", config.rotary);
+  if (version < 3) return;
+  visit("gelu", config.gelu);
 }
 
 template <class State, class F>

@@ -25,6 +25,7 @@ GPT::GPT(const GPTConfig& config, Generator& generator)
                                                 .norm = config.norm,
                                                 .post_norm = config.post_norm,
                                                 .swiglu = config.swiglu,
+                                                .gelu = config.gelu,
                                                 .rotary = config.rotary,
                                                 .dtype = config.dtype},
                         generator);

@@ -18,6 +18,7 @@ struct GPTConfig {
   int64_t kv_heads = 0;
   NormKind norm = NormKind::layer;
   bool post_norm = false, swiglu = false, rotary = false;
+  Gelu gelu = Gelu::exact;  // Radford et al. take the other, tanh
   DType dtype = f32;
   bool operator==(const GPTConfig&) const = default;
 };

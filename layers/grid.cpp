@@ -82,7 +82,7 @@ Variable NeighborhoodAttention::operator()(const Variable& x, const Variable& re
   if (options_.relative_bias) how.bias.push_back(relative_bias(table, grid, wrapped_));
   const Variable mixed =
       torus::attention(turned(heads(parts[0])), turned(heads(parts[1])), heads(parts[2]), how).out;
-  return reshape(dropout_(out, join_heads(mixed), residual.defined() ? in_line(residual) : residual),
+  return reshape(dropout_.after(out, join_heads(mixed), residual.defined() ? in_line(residual) : residual),
                  x.shape());
 }
 

@@ -59,17 +59,14 @@ Dropout::Dropout(double p) : p_(p) {
 }
 
 Variable Dropout::operator()(const Variable& x, const Variable& residual) const {
-  return dropout(x, training() ? p_ : 0, default_generator(), residual);
-}
-
-Variable Dropout::operator()(const Linear& linear, const Variable& x, const Variable& residual) const {
-  return training() && p_ > 0 ? (*this)(linear(x), residual) : linear(x, residual);
+  return dropout(x, drops() ? p_ : 0, default_generator(), residual);
 }
 
 MLP::MLP(int64_t channels, int64_t hidden, const MLPOptions& options, Generator& generator)
     : up(channels, options.swiglu ? 2 * hidden : hidden, {options.bias, options.dtype}, generator),
       down(hidden, channels, {options.bias, options.dtype}, generator),
       swiglu_(options.swiglu),
+      gelu_(options.gelu),
       dropout_(options.dropout) {
   add("up", up);
   add("down", down);
@@ -77,10 +74,15 @@ MLP::MLP(int64_t channels, int64_t hidden, const MLPOptions& options, Generator&
 }
 
 Variable MLP::operator()(const Variable& x, const Variable& residual) const {
-  if (!swiglu_) return dropout_(down, gelu(up(x)), residual);
+  if (!swiglu_)
+    return dropout_.after(
+        [this](const Variable& y, const Variable& added) {
+          return mlp(y, up.weight, up.bias, down.weight, down.bias, added, gelu_);
+        },
+        x, residual);
   const Variable both = up(x);
   const auto parts = split(both, {both.size(-1) / 2, both.size(-1) / 2}, -1);
-  return dropout_(down, silu(parts[0]) * parts[1], residual);
+  return dropout_.after(down, silu(parts[0]) * parts[1], residual);
 }
 
 }  // namespace torus

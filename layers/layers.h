@@ -3,6 +3,7 @@
 
 #include "torus/core/random.h"
 #include "torus/layers/module.h"
+#include "torus/ops/ops.h"
 
 namespace torus {
 
@@ -92,10 +93,16 @@ class Dropout : public Module {
  public:
   explicit Dropout(double p);
   Variable operator()(const Variable& x, const Variable& residual = {}) const;
-  /// Of linear(x), which adds the residual itself where nothing is dropped.
-  Variable operator()(const Linear& linear, const Variable& x, const Variable& residual = {}) const;
+  /// The same of `layer`(x, residual), a function of Variables that adds the residual itself where nothing is
+  /// dropped.
+  template <class Layer>
+  Variable after(const Layer& layer, const Variable& x, const Variable& residual) const {
+    return drops() ? (*this)(layer(x, Variable()), residual) : layer(x, residual);
+  }
 
  private:
+  bool drops() const { return training() && p_ > 0; }
+
   double p_;
 };
 
@@ -103,6 +110,7 @@ struct MLPOptions {
   double dropout = 0;  // of the output
   bool bias = true;
   bool swiglu = false;
+  Gelu gelu = Gelu::exact;
   DType dtype = f32;
 };
 
@@ -118,6 +126,7 @@ class MLP : public Module {
 
  private:
   bool swiglu_;
+  Gelu gelu_;
   Dropout dropout_;
 };
 

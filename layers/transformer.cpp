@@ -101,7 +101,7 @@ Variable MultiHeadAttention::attend(const Variable& q, const Variable& k, const 
                                     const Variable& residual) const {
   const Variable mixed =
       torus::attention(q, k, v, {.mask = mask, .dropout = training() ? weight_dropout_ : 0}).out;
-  return dropout_(out, join_heads(mixed), residual);
+  return dropout_.after(out, join_heads(mixed), residual);
 }
 
 CrossAttention::CrossAttention(const CrossAttentionOptions& o, Generator& generator)
@@ -127,7 +127,7 @@ Variable CrossAttention::operator()(const Variable& x, const Variable& context, 
   const auto heads = [&](const Variable& y) { return split_heads(y, options_.heads); };
   const Variable mixed =
       torus::attention(heads(to_q(x)), heads(to_k(from)), heads(to_v(from)), {.mask = mask}).out;
-  return dropout_(to_out, join_heads(mixed));
+  return dropout_(to_out(join_heads(mixed)));
 }
 
 TransformerBlock::TransformerBlock(int64_t channels, int64_t heads, const TransformerBlockOptions& options,
@@ -145,6 +145,7 @@ TransformerBlock::TransformerBlock(int64_t channels, int64_t heads, const Transf
           {.dropout = options.dropout,
            .bias = options.bias,
            .swiglu = options.swiglu,
+           .gelu = options.gelu,
            .dtype = options.dtype},
           generator),
       post_norm_(options.post_norm) {

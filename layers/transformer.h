@@ -85,8 +85,9 @@ struct TransformerBlockOptions {
   bool bias = true;      // of the projections and norms
   NormKind norm = NormKind::layer;
   bool post_norm = false;
-  bool swiglu = false;  // in the MLP, whose `hidden` is then 8/3 C, rounded up to a multiple of 8, if 0
-  bool rotary = false;  // as in MultiHeadAttention
+  bool swiglu = false;      // in the MLP, whose `hidden` is then 8/3 C, rounded up to a multiple of 8, if 0
+  Gelu gelu = Gelu::exact;  // of an MLP without swiglu
+  bool rotary = false;      // as in MultiHeadAttention
   DType dtype = f32;
 };
 

@@ -81,6 +81,11 @@ Variable einsum(const std::string& equation, const Variable& a, const Variable& 
 /// [..., O].
 Variable linear(const Variable& x, const Variable& weight, const Variable& bias = {},
                 const Variable& residual = {});
+/// linear(gelu(linear(x, up, up_bias)), down, down_bias, residual) as one op: up [H, I], down [O, H], the
+/// biases and the residual optional. On CUDA the products of 16 bits compute GELU's tanh form and its
+/// derivative on the way.
+Variable mlp(const Variable& x, const Variable& up, const Variable& up_bias, const Variable& down,
+             const Variable& down_bias, const Variable& residual = {}, Gelu form = Gelu::exact);
 
 // Reductions. No axes means all. `keep` leaves reduced axes with size 1. 16-bit floats sum in f32; the bits
 // do not depend on the thread count. The mean or maximum of nothing throws.

@@ -3,6 +3,7 @@
 #include "torus/autograd/gradcheck.h"
 #include "torus/core/vector_math.h"
 #include "torus/ops/elementwise.h"
+#include "torus/ops/gelu.h"
 #include "torus/ops/ops.h"
 
 namespace torus {
@@ -123,8 +124,18 @@ Variable relu(const Variable& x) {
   return apply(relu_function, x);
 }
 
-Variable gelu(const Variable& x, Gelu form) {
-  return apply(form == Gelu::exact ? gelu_exact_function : gelu_tanh_function, x);
+namespace {
+const Function& function_of(Gelu form) {
+  return form == Gelu::exact ? gelu_exact_function : gelu_tanh_function;
+}
+}  // namespace
+
+Variable gelu(const Variable& x, Gelu form) { return apply(function_of(form), x); }
+
+void gelu_forward(Tensor& y, const Tensor& x, Gelu form) { function_of(form).forward(x.device(), y, x); }
+
+void gelu_backward(Tensor& dx, const Tensor& dy, const Tensor& x, Gelu form) {
+  function_of(form).backward(x.device(), dx, dy, x);
 }
 
 Variable silu(const Variable& x) { return apply(silu_function, x); }

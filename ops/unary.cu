@@ -90,14 +90,23 @@ template <class C>
 __device__ C sigmoid(C x) {
   return 1 / (1 + std::exp(-x));
 }
+// `narrow`, here and below: of 16-bit numbers, whose compute type is float.
+
 // The sigmoid and its derivative, which is not value * (1 - value): that loses its digits near 1.
 template <class C>
 struct ValueAndSlope {
   C value, slope;
 };
 template <class C>
-__device__ ValueAndSlope<C> sigmoid_and_slope(C x) {
-  const C e = std::exp(-std::abs(x)), r = 1 / (1 + e);
+__device__ ValueAndSlope<C> sigmoid_and_slope(C x, bool narrow = false) {
+  C e, r;
+  if constexpr (std::is_same_v<C, float>) {
+    e = narrow ? __expf(-fabsf(x)) : std::exp(-std::abs(x));
+    r = narrow ? __fdividef(1.f, 1 + e) : 1 / (1 + e);
+  } else {
+    e = std::exp(-std::abs(x));
+    r = 1 / (1 + e);
+  }
   return {x < 0 ? e * r : r, e * r * r};
 }
 
@@ -155,7 +164,6 @@ __device__ inline NormalOf<float> normal_of_16_bits(float x) {
   return {x < 0 ? tail : 1 - tail, 0.39894228f * __expf(-square)};
 }
 
-// `narrow`: of 16-bit numbers, whose compute type is float.
 template <class C>
 __device__ NormalOf<C> normal(C x, bool narrow) {
   if constexpr (std::is_same_v<C, float>)
@@ -192,21 +200,29 @@ __device__ C gelu_argument(C x) {
   return C(1.5957691216057307) * (x + C(0.044715) * (x * x * x));
 }
 struct GeluTanh {
+  bool narrow;
   template <class C>
   __device__ C operator()(C x) const {
+    if constexpr (std::is_same_v<C, float>)
+      if (narrow) return __fdividef(x, 1 + __expf(-gelu_argument(fmaxf(x, -9.f))));  // further out, nearly 0
     return x * sigmoid(gelu_argument(x));
   }
 };
 struct GeluTanhBackward {
+  bool narrow;
   template <class C>
   __device__ C operator()(C dy, C x) const {
     const C near = x < -64 ? C(-64) : (x > 64 ? C(64) : x);
-    const auto [value, slope] = sigmoid_and_slope(gelu_argument(near));
+    const auto [value, slope] = sigmoid_and_slope(gelu_argument(near), narrow);
     return dy * (value + near * slope * (C(1.5957691216057307) * (1 + C(3 * 0.044715) * (near * near))));
   }
 };
-const CudaKernel<Unary> gelu_tanh{"gelu.tanh", gpu::map<GeluTanh>};
-const CudaKernel<Binary> gelu_tanh_backward{"gelu.tanh_backward", gpu::map<GeluTanhBackward>};
+const CudaKernel<Unary> gelu_tanh{
+    "gelu.tanh", [](Tensor& y, const Tensor& x) { gpu::map_elements("gelu", y, GeluTanh{is_narrow(x)}, x); }};
+const CudaKernel<Binary> gelu_tanh_backward{
+    "gelu.tanh_backward", [](Tensor& dx, const Tensor& dy, const Tensor& x) {
+      gpu::map_elements("gelu.backward", dx, GeluTanhBackward{is_narrow(x)}, dy, x);
+    }};
 
 struct Silu {
   template <class C>

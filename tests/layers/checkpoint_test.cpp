@@ -333,11 +333,11 @@ TEST(Checkpoint, SaysWhatIsWrongWithAFile) {
   {
     auto file = Hdf5File::create(folder / "newer.h5");
     file.set_attribute("/", "format", std::string("torus checkpoint"));
-    file.set_attribute("/", "version", int64_t{3});
+    file.set_attribute("/", "version", int64_t{4});
     file.close();
   }
   EXPECT_ERROR(load_checkpoint(folder / "newer.h5"), File,
-               "newer.h5 has format version 3; this program reads up to 2");
+               "newer.h5 has format version 4; this program reads up to 3");
   {
     auto file = Hdf5File::create(folder / "bare.h5");
     file.set_attribute("/", "format", std::string("torus checkpoint"));

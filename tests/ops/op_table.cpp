@@ -454,6 +454,20 @@ std::vector<Row> op_table() {
                  {{0, 3}, {2, 3}, {2}, {0, 2}},
                  {{2, 0}, {3, 0}, {3}, {2, 3}}},
            {{3, 90, 70}, {60, 70}, {60}, {3, 90, 60}}});
+  for (const Gelu form : {Gelu::exact, Gelu::tanh})
+    add_row({form == Gelu::exact ? "mlp_exact" : "mlp_tanh",
+             [form](auto& x) { return Variables{mlp(x[0], x[1], x[2], x[3], x[4], x[5], form)}; },
+             [form](const Arrays& in) {
+               Array hidden = linear_reference({in[0], in[1], in[2]})[0];
+               for (double& value : hidden.values)
+                 value = form == Gelu::exact ? gelu_exact(value) : gelu_tanh(value);
+               return plus(linear_reference({hidden, in[3], in[4]})[0], in[5]);
+             },
+             Cases{{{3, 2}, {4, 2}, {4}, {3, 4}, {3}, {3, 3}},
+                   {{2, 3, 4}, {8, 4}, {8}, {2, 8}, {2}, {2, 3, 2}},
+                   {{4}, {3, 4}, {3}, {2, 3}, {2}, {2}},
+                   {{0, 3}, {2, 3}, {2}, {1, 2}, {1}, {0, 1}}},
+             {{3, 96, 64}, {128, 64}, {128}, {64, 128}, {64}, {3, 96, 64}}});
   // Ops that add into the gradient of a value that others use, too.
   add_row({"linear_of_used",
            [](auto& x) {

@@ -1,0 +1,61 @@
+#include "torus/core/gemm.h"
+#include "torus/core/strided.h"
+#include "torus/ops/gelu.h"
+#include "torus/ops/linear.h"
+#include "torus/ops/ops.h"
+
+namespace torus {
+
+Variable mlp(const Variable& x, const Variable& up, const Variable& up_bias, const Variable& down,
+             const Variable& down_bias, const Variable& residual, Gelu form) {
+  const Shape shape =
+      check_linear("mlp", check_linear("mlp", x.shape(), x, up, up_bias), x, down, down_bias, residual);
+  const Tensor rows = as_rows(x.value());
+  const auto matrix = [&](int64_t columns) {
+    return Tensor::empty({rows.size(0), columns}, x.dtype(), x.device());
+  };
+  const auto value_of = [](const Variable& given) { return given.defined() ? given.value() : Tensor(); };
+  Tensor input = matrix(up.size(0)), hidden = matrix(up.size(0)), y = matrix(down.size(0));
+  if (form != Gelu::tanh ||
+      !product_gelu(hidden, input, rows, up.value().transpose(0, 1), value_of(up_bias))) {
+    product(input, rows, up.value().transpose(0, 1), {.bias = value_of(up_bias)});
+    gelu_forward(hidden, input, form);
+  }
+  product(y, hidden, down.value().transpose(0, 1),
+          {.bias = value_of(down_bias), .addend = residual.defined() ? as_rows(residual.value()) : Tensor()});
+  // Saved: what each product read, and the input of GELU for its derivative.
+  return record("mlp", {x, up, up_bias, down, down_bias, residual}, y.reshape(shape),
+                [form, x_shape = x.shape(), saved_x = Saved(rows), saved_up = Saved(up.value()),
+                 saved_down = Saved(down.value()), saved_input = Saved(input),
+                 saved_hidden = Saved(hidden)](const OutputGrads& grads) -> std::vector<Tensor> {
+                  const Tensor dy = as_rows(grads[0]);
+                  std::vector<Tensor> result(6);
+                  if (grads.wants(3)) {
+                    Tensor* const sums = grads.wants(4) ? &result[4] : nullptr;
+                    result[3] = add_product(grads, 3, dy.transpose(0, 1), saved_hidden.get(),
+                                            saved_down.get().shape(), sums);
+                  } else if (grads.wants(4)) {
+                    result[4] = sum_to(dy, {dy.size(1)});
+                  }
+                  if (grads.wants(5)) result[5] = grads[0];
+                  if (!grads.wants(0) && !grads.wants(1) && !grads.wants(2)) return result;
+
+                  const Tensor& at = saved_input.get();
+                  Tensor d_input = Tensor::empty(at.shape(), at.dtype(), at.device());
+                  Tensor d_bias = Tensor::empty({at.size(1)}, at.dtype(), at.device());
+                  const bool fused =
+                      form == Gelu::tanh && product_gelu_backward(d_input, d_bias, dy, saved_down.get(), at);
+                  if (!fused) {
+                    product(d_input, dy, saved_down.get());
+                    gelu_backward(d_input, d_input, at, form);
+                  }
+                  if (grads.wants(2)) result[2] = fused ? d_bias : sum_to(d_input, {at.size(1)});
+                  if (grads.wants(0)) result[0] = add_product(grads, 0, d_input, saved_up.get(), x_shape);
+                  if (grads.wants(1))
+                    result[1] =
+                        add_product(grads, 1, d_input.transpose(0, 1), saved_x.get(), saved_up.get().shape());
+                  return result;
+                });
+}
+
+}  // namespace torus
