@@ -177,6 +177,13 @@ TEST_F(CudaProduct, AgreesWithTheCpu) {
                 << dtype << " " << m << " " << n << " " << k << " " << transposes << with_bias;
             EXPECT_LT(difference(device_sums, sums), 10 * tolerance)
                 << "sums of rows " << dtype << " " << m << " " << n << " " << k << " " << transposes;
+            product(got, there(a, transposes & 1), there(b, transposes & 2), {.row_sums = &device_sums});
+            product(expected, a, b);
+            EXPECT_LT(difference(got, expected), tolerance)
+                << "with sums of rows " << dtype << " " << m << " " << n << " " << k << " " << transposes;
+            EXPECT_LT(difference(device_sums, sums), 10 * tolerance)
+                << "sums of rows on the way " << dtype << " " << m << " " << n << " " << k << " "
+                << transposes;
           }
   }
 }
