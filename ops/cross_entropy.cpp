@@ -17,8 +17,9 @@ int64_t count_targets(const Tensor& targets, int64_t ignore_index) {
   return targets.numel() - std::count(target, target + targets.numel(), ignore_index);
 }
 
-// All tensors are contiguous: logits [N, V], targets [N]. statistics [N, 2] gets the largest logit of each
-// row and the sum of exp(logit - largest): unlike their lse, they keep full accuracy when logits are large.
+// All tensors are contiguous: logits [N, V], whose rows may be apart, targets [N]. statistics [N, 2] gets the
+// largest logit of each row and the sum of exp(logit - largest): unlike their lse, they keep full accuracy
+// when logits are large.
 void cross_entropy_forward_cpu(Tensor& loss, Tensor& statistics, const Tensor& logits, const Tensor& targets,
                                int64_t ignore_index, double smoothing) {
   const int64_t rows = logits.size(0), n = logits.size(1);
@@ -31,12 +32,13 @@ void cross_entropy_forward_cpu(Tensor& loss, Tensor& statistics, const Tensor& l
     using T = decltype(zero);
     using C = Compute<T>;
     const T* const x = logits.data<T>();
+    const int64_t apart = logits.strides()[0];
     C* const statistics_data = statistics.mutable_data<C>();
     std::vector<double> losses(static_cast<size_t>(rows), 0);
     parallel_for(0, rows, elementwise_grain / (4 * n + 1) + 1, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         if (target[row] == ignore_index) continue;
-        const T* from = x + row * n;
+        const T* from = x + row * apart;
         const C largest = vmath::largest_of(from, n), sum = vmath::sum_of_exponentials(from, n, largest);
         statistics_data[2 * row] = largest;
         statistics_data[2 * row + 1] = sum;
@@ -71,17 +73,18 @@ void cross_entropy_backward_cpu(Tensor& dlogits, const Tensor& grad, const Tenso
     using C = Compute<T>;
     T* const dx = dlogits.mutable_data<T>();
     const T* const x = logits.data<T>();
+    const int64_t apart = logits.strides()[0], d_apart = dlogits.strides()[0];
     const C* const statistics_data = statistics.data<C>();
     const C spread = static_cast<C>(smoothing / static_cast<double>(n)), rest = static_cast<C>(1 - smoothing);
     const C weight = static_cast<C>(*grad.data<C>() / static_cast<C>(std::max<int64_t>(count, 1)));
     parallel_for(0, rows, elementwise_grain / (2 * n + 1) + 1, [=](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
-        T* to = dx + row * n;
+        T* to = dx + row * d_apart;
         if (target[row] == ignore_index) {
           std::fill_n(to, n, T(C(0)));
           continue;
         }
-        const T* from = x + row * n;
+        const T* from = x + row * apart;
         const C largest = statistics_data[2 * row], inverse = 1 / statistics_data[2 * row + 1];
         const C hit = vmath::exp(C(from[target[row]]) - largest) * inverse;
 #pragma GCC ivdep
@@ -113,7 +116,8 @@ Variable cross_entropy(const Variable& logits, const Tensor& targets, int64_t ig
         logits.device(), " as logits, got ", targets.device());
   check(smoothing >= 0 && smoothing < 1, Error::Kind::Value,
         "[cross_entropy] smoothing must be in [0, 1), got ", smoothing);
-  const Tensor flat = as_rows(logits.value()).contiguous();
+  Tensor flat = as_rows(logits.value());
+  if (flat.strides()[1] != 1 || flat.strides()[0] < flat.size(1)) flat = flat.contiguous();
   const Tensor wanted = targets.contiguous();
   const DType wide = logits.dtype() == f64 ? f64 : f32;
   Tensor loss = Tensor::empty({}, wide, logits.device());
@@ -127,10 +131,10 @@ Variable cross_entropy(const Variable& logits, const Tensor& targets, int64_t ig
                   const Tensor& x = saved_logits.get();
                   // Logits that nobody else will read become their gradient: no second [N, V] tensor.
                   const bool reuse = !grads.keeps_graph() && x.storage().use_count() == 1;
-                  Tensor dx = reuse ? x.reshape(shape) : Tensor::empty(shape, x.dtype(), x.device());
+                  Tensor dx = reuse ? x : Tensor::empty(x.shape(), x.dtype(), x.device());
                   backward_kernel(x.device(), dx, grads[0], x, saved_targets.get(), saved_statistics.get(),
                                   ignore_index, smoothing);
-                  return {dx};
+                  return {dx.reshape(shape)};
                 });
 }
 

@@ -59,12 +59,13 @@ __device__ inline C over_row(C value, C identity, C* space, auto op) {
     return gpu::block_reduce(value, identity, space, op);
 }
 
-// A row for each group of `warps` warps. losses [rows] gets the loss of each row in f64, 0 where ignored.
+// A row for each group of `warps` warps, `apart` elements after the one before. losses [rows] gets the loss of each
+// row in f64, 0 where ignored.
 template <class T, int warps>
 __global__ void __launch_bounds__(threads)
     forward_rows(double* __restrict__ losses, gpu::compute<T>* __restrict__ statistics,
-                 const T* __restrict__ logits, const int64_t* __restrict__ targets, int64_t rows, int64_t n,
-                 int64_t ignore_index, double smoothing, gpu::Fault* faults, int fault) {
+                 const T* __restrict__ logits, int64_t apart, const int64_t* __restrict__ targets, int64_t rows,
+                 int64_t n, int64_t ignore_index, double smoothing, gpu::Fault* faults, int fault) {
   using C = gpu::compute<T>;
   constexpr int width = Pack<T>::count, row_threads = 32 * warps, groups = threads / row_threads;
   constexpr int at_once = 4;  // packs in flight
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(threads)
       }
       continue;
     }
-    const T* const x = logits + row * n;
+    const T* const x = logits + row * apart;
     const Cut cut = Cut::of(x, n);
     const Pack<T>* const packs = reinterpret_cast<const Pack<T>*>(x + cut.head);
     Seen<C> seen{-infinity};
@@ -175,8 +176,8 @@ __global__ void __launch_bounds__(1024)
 // dlogits may be logits: each element is read before it is written, by the same thread.
 template <class T, int warps>
 __global__ void __launch_bounds__(threads)
-    backward_rows(T* dlogits, const gpu::compute<T>* __restrict__ grad, const T* logits,
-                  const int64_t* __restrict__ targets, const gpu::compute<T>* __restrict__ statistics,
+    backward_rows(T* dlogits, int64_t d_apart, const gpu::compute<T>* __restrict__ grad, const T* logits,
+                  int64_t apart, const int64_t* __restrict__ targets, const gpu::compute<T>* __restrict__ statistics,
                   const int64_t* __restrict__ count, int64_t rows, int64_t n, int64_t ignore_index,
                   double smoothing) {
   using C = gpu::compute<T>;
@@ -189,8 +190,8 @@ __global__ void __launch_bounds__(threads)
   for (int64_t row = int64_t{blockIdx.x} * groups + threadIdx.x / row_threads; row < rows;
        row += int64_t{gridDim.x} * groups) {
     const int64_t target = targets[row];
-    const T* const x = logits + row * n;
-    T* const dx = dlogits + row * n;
+    const T* const x = logits + row * apart;
+    T* const dx = dlogits + row * d_apart;
     if (target == ignore_index || target < 0 || target >= n) {
       for (int64_t i = thread; i < n; i += row_threads) dx[i] = gpu::narrow<T>(C(0));
       continue;
@@ -254,8 +255,8 @@ void forward(Tensor& loss, Tensor& statistics, const Tensor& logits, const Tenso
     const auto launch = [&](auto kernel, int rows_a_block) {
       if (rows == 0) return;
       kernel<<<gpu::blocks_for(rows, rows_a_block), threads, 0, stream>>>(
-          to, gpu::write<gpu::compute<T>>(statistics), gpu::read<T>(logits), gpu::read<int64_t>(targets),
-          rows, n, ignore_index, smoothing, faults, fault);
+          to, gpu::write<gpu::compute<T>>(statistics), gpu::read<T>(logits), logits.strides()[0],
+          gpu::read<int64_t>(targets), rows, n, ignore_index, smoothing, faults, fault);
       gpu::check_launch("cross_entropy");
     };
     if (n <= short_row)
@@ -282,7 +283,8 @@ void backward(Tensor& dlogits, const Tensor& grad, const Tensor& logits, const T
     gpu::check_launch("cross_entropy");
     const auto launch = [&](auto kernel, int rows_a_block) {
       kernel<<<gpu::blocks_for(rows, rows_a_block), threads, 0, stream>>>(
-          gpu::write<T>(dlogits), gpu::read<gpu::compute<T>>(grad), gpu::read<T>(logits), gpu::read<int64_t>(targets),
+          gpu::write<T>(dlogits), dlogits.strides()[0], gpu::read<gpu::compute<T>>(grad),
+          gpu::read<T>(logits), logits.strides()[0], gpu::read<int64_t>(targets),
           gpu::read<gpu::compute<T>>(statistics), counted, rows, n, ignore_index, smoothing);
       gpu::check_launch("cross_entropy");
     };

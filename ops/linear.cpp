@@ -42,10 +42,21 @@ Tensor add_product(const OutputGrads& grads, size_t input, const Tensor& a, cons
   return sum;
 }
 
+namespace {
+
+// [rows, columns] for a product. On CUDA, long rows of 16-bit numbers begin on multiples of 16 bytes, so that
+// the products that they go through are fast whatever their length is, such as that of a vocabulary.
+Tensor aligned_rows(int64_t rows, int64_t columns, DType dtype, Device device) {
+  const bool pads = device != cpu && size_of(dtype) == 2 && columns > 32;
+  return Tensor::empty({rows, pads ? (columns + 7) / 8 * 8 : columns}, dtype, device).slice(1, 0, columns);
+}
+
+}  // namespace
+
 Variable linear(const Variable& x, const Variable& weight, const Variable& bias, const Variable& residual) {
   const Shape shape = check_linear("linear", x.shape(), x, weight, bias, residual);
   const Tensor rows = as_rows(x.value());
-  Tensor y = Tensor::empty({rows.size(0), shape.back()}, x.dtype(), x.device());
+  Tensor y = aligned_rows(rows.size(0), shape.back(), x.dtype(), x.device());
   product(y, rows, weight.value().transpose(0, 1),
           {.bias = bias.defined() ? bias.value() : Tensor(),
            .addend = residual.defined() ? as_rows(residual.value()) : Tensor()});

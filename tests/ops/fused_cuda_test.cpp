@@ -158,6 +158,14 @@ TEST_F(FusedCuda, CrossEntropy) {
                       },
                       {x});
         }
+  // Of rows that are apart, as those of a product are.
+  for (DType dtype : {f32, f16, bf16})
+    for (const int64_t vocabulary : {65, 3001}) {
+      const Tensor targets = targets_for({40}, vocabulary, true);
+      expect_same("of a product",
+                  [&](const auto& v) { return cross_entropy(linear(v[0], v[1]), targets.to(v[0].device())); },
+                  {randn({40, 24}, 0, 1, dtype), randn({vocabulary, 24}, 0, 0.2, dtype)});
+    }
   // No target, no row, one class.
   const Tensor none = Tensor::full({3}, static_cast<double>(ignore_none), i64);
   const auto of = [](const Tensor& targets) {

@@ -593,6 +593,23 @@ std::vector<Row> op_table() {
            [](const Arrays& in) { return cross_entropy_with(in, 1, 0); },
            Cases{{{5, 7}}, {{2, 3, 4}}, {{6}}, {{1, 1}}, {{0, 4}}},
            {{12, 110, 37}}});
+  add_row({"cross_entropy_of_slice",
+           [](auto& x) {
+             const Variable part = slice(x[0], -1, 1, x[0].size(-1) - 1);
+             return Variables{cross_entropy(part, targets_for(part.shape()).to(x[0].device()), ignored)};
+           },
+           [](const Arrays& in) {
+             Shape shape = in[0].shape;
+             shape[-1] -= 2;
+             return cross_entropy_with({taken(in[0], shape,
+                                              [](Index i) {
+                                                ++i.back();
+                                                return i;
+                                              })[0]},
+                                       1, 0);
+           },
+           Cases{{{5, 7}}, {{2, 3, 5}}, {{0, 4}}},
+           {{12, 110, 37}}});
   add_row({"cross_entropy_smoothed",
            [](auto& x) {
              return Variables{cross_entropy(x[0], targets_for(x[0].shape()).to(x[0].device()), ignored, 0.2)};
