@@ -113,13 +113,23 @@ Head<S> write_head(S* data, const Tensor& x, int64_t b, int64_t h) {
 /// Whether each head of x [B, H, N, D] is free of infinity and NaN.
 template <class S>
 std::vector<char> finite_heads(const Tensor& x) {
+  using T = Compute<S>;
+  constexpr int64_t lanes = simd::lanes<T>;
   const int64_t heads = x.size(1), tokens = x.size(2), width = x.size(3);
   std::vector<char> finite(static_cast<size_t>(x.size(0) * heads), 1);
   parallel_for(0, x.size(0) * heads, 65536 / (tokens * width + 1) + 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const auto head = read_head<S>(x, i / heads, i % heads);
-      for (int64_t token = 0; token < tokens && finite[static_cast<size_t>(i)]; ++token)
-        finite[static_cast<size_t>(i)] = simd::all_finite(head.row(token), width);
+      Vector<T> zeros{};  // 0 times infinity or NaN is NaN
+      T zero = 0;
+      for (int64_t token = 0; token < tokens; ++token) {
+        const S* row = head.row(token);
+        int64_t d = 0;
+        if constexpr (std::is_same_v<S, T>)
+          for (; d + lanes <= width; d += lanes) zeros += load(row + d) * T(0);
+        for (; d < width; ++d) zero += static_cast<T>(row[d]) * T(0);
+      }
+      finite[static_cast<size_t>(i)] = zero == 0 && !simd::any(zeros != T(0));
     }
   });
   return finite;

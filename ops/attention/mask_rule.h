@@ -149,7 +149,8 @@ class Grid {
   OwnerOrder boxes(const std::vector<int64_t>& reach) const;
 
  private:
-  void append_box(std::vector<int64_t>& tokens, std::vector<int64_t> from, std::vector<int64_t> to) const;
+  void append_box(std::vector<int64_t>& tokens, std::vector<int64_t> from, std::vector<int64_t> to,
+                  bool backwards) const;
 
   std::vector<int64_t> sizes_;
 };

@@ -75,16 +75,16 @@ OwnerOrder Grid::boxes(const std::vector<int64_t>& reach) const {
       from[a] = rest % counts[a] * sizes_[a] / counts[a];
       to[a] = (rest % counts[a] + 1) * sizes_[a] / counts[a];
     }
-    append_box(result.tokens, from, to);
+    append_box(result.tokens, from, to, false);
     result.first.push_back(static_cast<int64_t>(result.tokens.size()));
   }
   return result;
 }
 
-// Halves along the longest side, one after the other: so any few tokens that follow each other lie close
-// together.
-void Grid::append_box(std::vector<int64_t>& tokens, std::vector<int64_t> from,
-                      std::vector<int64_t> to) const {
+// Halves along the longest side, one after the other, the second backwards: so any few tokens that follow
+// each other lie close together, and so do neighbouring groups of them.
+void Grid::append_box(std::vector<int64_t>& tokens, std::vector<int64_t> from, std::vector<int64_t> to,
+                      bool backwards) const {
   size_t longest = 0;
   for (size_t a = 0; a < from.size(); ++a)
     if (to[a] - from[a] > to[longest] - from[longest]) longest = a;
@@ -94,11 +94,11 @@ void Grid::append_box(std::vector<int64_t>& tokens, std::vector<int64_t> from,
     tokens.push_back(token);
     return;
   }
-  const int64_t middle = from[longest] + (to[longest] - from[longest] + 1) / 2, end = to[longest];
-  to[longest] = middle;
-  append_box(tokens, from, to);
-  from[longest] = middle, to[longest] = end;
-  append_box(tokens, std::move(from), std::move(to));
+  const int64_t middle = from[longest] + (to[longest] - from[longest] + 1) / 2;
+  auto low_to = to, high_from = from;
+  low_to[longest] = high_from[longest] = middle;
+  append_box(tokens, backwards ? high_from : from, backwards ? to : low_to, false);
+  append_box(tokens, backwards ? from : high_from, backwards ? low_to : to, true);
 }
 
 NamedGrids::NamedGrids(std::vector<int64_t> grid, std::vector<int64_t> key_grid)
