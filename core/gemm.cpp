@@ -32,7 +32,7 @@ MatrixView<const T> matrix(const T* data, const Tensor& x) {
 }
 
 constexpr int64_t parallel_work = 1 << 18;        // multiplications below which a loop stays on one thread
-constexpr int64_t parallel_elements = 1 << 17;    // elements to pack, likewise
+constexpr int64_t parallel_elements = 1 << 14;    // elements to pack, likewise
 constexpr int64_t few_rows = 8, few_columns = 4;  // products with fewer are not packed
 
 template <class T>
@@ -96,11 +96,13 @@ void multiply_narrow(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T>
 }
 
 // The product of packed operands follows Goto and van de Geijn (2008), with other cache levels: a tile of
-// `a`, `depth` long, stays in the first level while packed panels of `b` stream past it from the second. A
-// tile's sums fill the registers. Each element of c is summed in one order, whatever thread does it.
+// `a`, at most `most_depth` long, stays in the first level while packed panels of `b` stream past it from the
+// second. A tile's sums fill the registers. Each element of c is summed in one order, whatever thread does
+// it.
 constexpr int tile_rows = simd::vector_bytes == 64 ? 14 : 6, tile_vectors = 2;
-constexpr int64_t depth = 256, packed_panels = 16, packed_elements = 16 * 32 * depth;
-constexpr int64_t pitch = depth + 16;  // between rows of a packed tile, so that they meet in no cache set
+constexpr int64_t most_depth = 384, packed_panels = 16, packed_elements = 16 * 32 * most_depth;
+constexpr int64_t pitch =
+    most_depth + 16;               // between rows of a packed tile, so that they meet in no cache set
 constexpr int64_t tile_group = 8;  // tiles packed together, so that columns of `a` are read in long pieces
 
 template <class T>
@@ -109,28 +111,26 @@ constexpr int64_t panel_width = int64_t{tile_vectors} * simd::lanes<T>;
 template <class T>
 constexpr int64_t column_pitch = (tile_rows + simd::lanes<T> - 1) / simd::lanes<T>* simd::lanes<T>;
 
-// What the sums of a tile start from: row i at data + i * stride.
+// What the sums of a tile are added to: row i at data + i * stride.
 template <class T>
-struct Start {
+struct Base {
   const T* data;
   int64_t stride;
 };
 
-// c [M, N vectors] = start + a @ b over `count` steps; b is a panel. Element (i, r) of the tile is
+// c [M, N vectors] = base + a @ b over `count` steps; b is a panel. Element (i, r) of the tile is
 // a[i * a_stride + r] if it lies by rows, a[r * column_pitch + i] otherwise.
 template <class T, int M, int N, bool by_rows>
-void multiply_tile(T* c, int64_t c_stride, Start<T> start, const T* a, int64_t a_stride, const T* b,
+void multiply_tile(T* c, int64_t c_stride, Base<T> base, const T* a, int64_t a_stride, const T* b,
                    int64_t count) {
   constexpr int lanes = simd::lanes<T>, close = 4;
-  simd::Vector<T> sum[M][N];
+  for (int i = 0; i < M; ++i)  // comes while the sums are made
+    for (int j = 0; j < N; ++j) __builtin_prefetch(c + i * c_stride + j * lanes, 1);
+  simd::Vector<T> sum[M][N] = {};
+  // Few registers address all rows: every fourth has a pointer, and `close` offsets reach those between.
+  const T* row[(M + close - 1) / close];
 #pragma GCC unroll 16
-  for (int i = 0; i < M; ++i)
-#pragma GCC unroll 16
-    for (int j = 0; j < N; ++j) sum[i][j] = simd::load(start.data + i * start.stride + j * lanes);
-  // Few registers address all rows: every fourth has a base, and `close` offsets reach those between.
-  const T* base[(M + close - 1) / close];
-#pragma GCC unroll 16
-  for (int i = 0; i < M; i += close) base[i / close] = a + i * a_stride;
+  for (int i = 0; i < M; i += close) row[i / close] = a + i * a_stride;
 #pragma GCC unroll 2
   for (int64_t r = 0; r < count; ++r) {
     simd::Vector<T> right[N];
@@ -139,7 +139,7 @@ void multiply_tile(T* c, int64_t c_stride, Start<T> start, const T* a, int64_t a
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i) {
       const simd::Vector<T> left =
-          simd::splat(by_rows ? base[i / close][i % close * a_stride + r] : a[r * column_pitch<T> + i]);
+          simd::splat(by_rows ? row[i / close][i % close * a_stride + r] : a[r * column_pitch<T> + i]);
 #pragma GCC unroll 16
       for (int j = 0; j < N; ++j) sum[i][j] += left * right[j];
     }
@@ -147,12 +147,14 @@ void multiply_tile(T* c, int64_t c_stride, Start<T> start, const T* a, int64_t a
 #pragma GCC unroll 16
   for (int i = 0; i < M; ++i)
 #pragma GCC unroll 16
-    for (int j = 0; j < N; ++j) simd::store(c + i * c_stride + j * lanes, sum[i][j]);
+    for (int j = 0; j < N; ++j)
+      simd::store(c + i * c_stride + j * lanes,
+                  simd::load(base.data + i * base.stride + j * lanes) + sum[i][j]);
 }
 
 // Kernels for 2, 4, ... tile_rows rows.
 template <class T>
-using TileFunction = void (*)(T*, int64_t, Start<T>, const T*, int64_t, const T*, int64_t);
+using TileFunction = void (*)(T*, int64_t, Base<T>, const T*, int64_t, const T*, int64_t);
 
 template <class T, int N, bool by_rows>
 constexpr auto tile_functions = []<size_t... I>(std::index_sequence<I...>) {
@@ -240,11 +242,13 @@ template <class T>
 struct PackedPanels {
   Tensor memory;
   T* data;
-  int64_t n, k, panels, width;  // width: of all panels; the last may be narrower
+  int64_t n, k, depth;    // depth: of the steps in which kernels take the rows
+  int64_t panels, width;  // width: of all panels; the last may be narrower
 
-  PackedPanels(int64_t columns, int64_t rows)
+  PackedPanels(int64_t columns, int64_t rows, int64_t step)
       : n(columns),
         k(rows),
+        depth(step),
         panels((n + panel_width<T> - 1) / panel_width<T>),
         width((n + simd::lanes<T> - 1) / simd::lanes<T> * simd::lanes<T>) {
     memory = Tensor::empty({k * width}, dtype_of<T>);
@@ -286,8 +290,8 @@ void multiply_packed(MatrixView<T> c, MatrixView<const T> a, const PackedPanels<
                  TileGroup<T> group;
                  alignas(64) T edge[tile_rows * panel_width<T>];
                  const int64_t first_tile = first / panels, last_tile = (last - 1) / panels + 1;
-                 for (int64_t r = 0; r < packed.k; r += depth) {
-                   const int64_t count = std::min(depth, packed.k - r);
+                 for (int64_t r = 0; r < packed.k; r += packed.depth) {
+                   const int64_t count = std::min(packed.depth, packed.k - r);
                    for (int64_t tile = first_tile; tile < last_tile; ++tile) {
                      const int64_t slot = (tile - first_tile) % tile_group;
                      if (slot == 0)
@@ -301,18 +305,18 @@ void multiply_packed(MatrixView<T> c, MatrixView<const T> a, const PackedPanels<
                        const int64_t width = packed.width_of(panel);
                        const MatrixView<T> to = c.from(row, column);
                        const bool whole = columns == width && rows % 2 == 0;
-                       Start<T> start{zeros, 0};
+                       Base<T> base{zeros, 0};
                        if (accumulate || r > 0)
-                         start = {to.data, to.row_stride};
+                         base = {to.data, to.row_stride};
                        else if (bias && whole)
-                         start = {bias + column, 0};
+                         base = {bias + column, 0};
 
                        const auto multiply_into =
                            width == panel_width<T>
                                ? (by_rows ? tile_functions<T, 2, true> : tile_functions<T, 2, false>)[kernel]
                                : (by_rows ? tile_functions<T, 1, true> : tile_functions<T, 1, false>)[kernel];
                        const auto multiply = [&](T* into, int64_t stride) {
-                         multiply_into(into, stride, start, group.data(slot), group.stride(slot),
+                         multiply_into(into, stride, base, group.data(slot), group.stride(slot),
                                        packed.at(panel, r, count), count);
                        };
                        if (whole) {
@@ -329,7 +333,7 @@ void multiply_packed(MatrixView<T> c, MatrixView<const T> a, const PackedPanels<
                              start_row(to.from(y, 0).data, bias + column, columns, accumulate);
                            std::copy_n(to.from(y, 0).data, columns, edge + y * width);
                          }
-                         start = {edge, width};
+                         base = {edge, width};
                        }
                        multiply(edge, width);
                        for (int64_t y = 0; y < rows; ++y)
@@ -344,10 +348,12 @@ template <class T>
 void multiply_wide(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T> b, const T* bias, int64_t m,
                    int64_t n, int64_t k, bool accumulate) {
   const int64_t columns = std::min(n, packed_panels * panel_width<T>);
+  // Steps of equal depth, a multiple of 16.
+  const int64_t steps = (k + most_depth - 1) / most_depth, depth = ((k + steps - 1) / steps + 15) / 16 * 16;
   const int64_t rows = std::max<int64_t>(1, packed_elements / columns / depth) * depth;
   for (int64_t column = 0; column < n; column += columns)
     for (int64_t row = 0; row < k; row += rows) {
-      PackedPanels<T> packed(std::min(columns, n - column), std::min(rows, k - row));
+      PackedPanels<T> packed(std::min(columns, n - column), std::min(rows, k - row), depth);
       packed.fill(b.from(row, column));
       multiply_packed(c.from(0, column), a.from(0, row), packed, bias && row == 0 ? bias + column : nullptr,
                       m, accumulate || row > 0);
