@@ -262,91 +262,102 @@ struct PackedPanels {
     return data + first * width + panel * panel_width<T> * count;
   }
 
-  void fill(MatrixView<const T> b) {
+  /// Threads share out the panels themselves if `whole`.
+  void fill(MatrixView<const T> b, bool whole) {
     // A few rows of all panels at a time, so that long rows are read in one piece; columns are long pieces.
     const int64_t block = b.column_stride == 1 ? 16 : depth, blocks = (k + block - 1) / block;
-    parallel_for(0, panels * blocks, parallel_elements / (block * panel_width<T>)+1,
-                 [&](int64_t first, int64_t last) {
-                   for (int64_t i = first; i < last; ++i) {
-                     const int64_t panel = i % panels, row = i / panels * block, step = row / depth * depth;
-                     pack_panel(at(panel, step, std::min(depth, k - step)) + (row - step) * width_of(panel),
-                                b.from(row, panel * panel_width<T>), std::min(block, k - row),
-                                columns_of(panel), width_of(panel));
-                   }
-                 });
+    const auto pack = [&](int64_t first_block, int64_t last_block, int64_t first, int64_t last) {
+      for (int64_t row = first_block * block; row < std::min(last_block * block, k); row += block)
+        for (int64_t panel = first; panel < last; ++panel) {
+          const int64_t step = row / depth * depth;
+          pack_panel(at(panel, step, std::min(depth, k - step)) + (row - step) * width_of(panel),
+                     b.from(row, panel * panel_width<T>), std::min(block, k - row), columns_of(panel),
+                     width_of(panel));
+        }
+    };
+    if (whole)
+      parallel_for(0, panels, parallel_elements / (k * panel_width<T>)+1,
+                   [&](int64_t first, int64_t last) { pack(0, blocks, first, last); });
+    else
+      parallel_for(0, blocks, parallel_elements / (block * width) + 1,
+                   [&](int64_t first, int64_t last) { pack(first, last, 0, panels); });
   }
 };
 
-// c [m, packed.n] (+)= a @ packed + bias.
+// c [m, packed.n] (+)= a @ packed + bias. Threads share out panels if `by_panels`, else tiles and panels.
 template <class T>
 void multiply_packed(MatrixView<T> c, MatrixView<const T> a, const PackedPanels<T>& packed, const T* bias,
-                     int64_t m, bool accumulate) {
+                     const Tiles& tiles, bool by_panels, bool accumulate) {
   static constexpr T zeros[panel_width<T>] = {};
-  const Tiles tiles(m);
   const int64_t panels = packed.panels;
   const bool by_rows = a.column_stride == 1;
-  parallel_for(0, tiles.count * panels, parallel_work / (tile_rows * panel_width<T> * packed.k) + 1,
-               [&](int64_t first, int64_t last) {
-                 TileGroup<T> group;
-                 alignas(64) T edge[tile_rows * panel_width<T>];
-                 const int64_t first_tile = first / panels, last_tile = (last - 1) / panels + 1;
-                 for (int64_t r = 0; r < packed.k; r += packed.depth) {
-                   const int64_t count = std::min(packed.depth, packed.k - r);
-                   for (int64_t tile = first_tile; tile < last_tile; ++tile) {
-                     const int64_t slot = (tile - first_tile) % tile_group;
-                     if (slot == 0)
-                       group.set(a.from(0, r), tiles, tile, std::min(tile + tile_group, last_tile), count);
-                     const int64_t row = tiles.row(tile), rows = tiles.row(tile + 1) - row;
-                     const auto kernel = static_cast<size_t>((rows + 1) / 2 - 1);
-                     const int64_t last_panel = std::min(panels, last - tile * panels);
-                     for (int64_t panel = std::max<int64_t>(0, first - tile * panels); panel < last_panel;
-                          ++panel) {
-                       const int64_t column = panel * panel_width<T>, columns = packed.columns_of(panel);
-                       const int64_t width = packed.width_of(panel);
-                       const MatrixView<T> to = c.from(row, column);
-                       const bool whole = columns == width && rows % 2 == 0;
-                       Base<T> base{zeros, 0};
-                       if (accumulate || r > 0)
-                         base = {to.data, to.row_stride};
-                       else if (bias && whole)
-                         base = {bias + column, 0};
+  const auto part = [&](int64_t first_tile, int64_t last_tile, auto&& panels_of) {
+    TileGroup<T> group;
+    alignas(64) T edge[tile_rows * panel_width<T>];
+    for (int64_t r = 0; r < packed.k; r += packed.depth) {
+      const int64_t count = std::min(packed.depth, packed.k - r);
+      for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+        const int64_t slot = (tile - first_tile) % tile_group;
+        if (slot == 0) group.set(a.from(0, r), tiles, tile, std::min(tile + tile_group, last_tile), count);
+        const int64_t row = tiles.row(tile), rows = tiles.row(tile + 1) - row;
+        const auto kernel = static_cast<size_t>((rows + 1) / 2 - 1);
+        const auto [first_panel, last_panel] = panels_of(tile);
+        for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+          const int64_t column = panel * panel_width<T>, columns = packed.columns_of(panel);
+          const int64_t width = packed.width_of(panel);
+          const MatrixView<T> to = c.from(row, column);
+          const bool whole = columns == width && rows % 2 == 0;
+          Base<T> base{zeros, 0};
+          if (accumulate || r > 0)
+            base = {to.data, to.row_stride};
+          else if (bias && whole)
+            base = {bias + column, 0};
 
-                       const auto multiply_into =
-                           width == panel_width<T>
-                               ? (by_rows ? tile_functions<T, 2, true> : tile_functions<T, 2, false>)[kernel]
-                               : (by_rows ? tile_functions<T, 1, true> : tile_functions<T, 1, false>)[kernel];
-                       const auto multiply = [&](T* into, int64_t stride) {
-                         multiply_into(into, stride, base, group.data(slot), group.stride(slot),
-                                       packed.at(panel, r, count), count);
-                       };
-                       if (whole) {
-                         if (bias && r == 0 && accumulate)
-                           for (int64_t y = 0; y < rows; ++y)
-                             start_row(to.from(y, 0).data, bias + column, columns, true);
-                         multiply(to.data, to.row_stride);
-                         continue;
-                       }
-                       // The kernel reads and writes more than c holds.
-                       if (accumulate || bias || r > 0) {
-                         for (int64_t y = 0; y < rows; ++y) {
-                           if (bias && r == 0)
-                             start_row(to.from(y, 0).data, bias + column, columns, accumulate);
-                           std::copy_n(to.from(y, 0).data, columns, edge + y * width);
-                         }
-                         base = {edge, width};
-                       }
-                       multiply(edge, width);
-                       for (int64_t y = 0; y < rows; ++y)
-                         std::copy_n(edge + y * width, columns, to.from(y, 0).data);
-                     }
-                   }
-                 }
-               });
+          const auto multiply_into =
+              width == panel_width<T>
+                  ? (by_rows ? tile_functions<T, 2, true> : tile_functions<T, 2, false>)[kernel]
+                  : (by_rows ? tile_functions<T, 1, true> : tile_functions<T, 1, false>)[kernel];
+          const auto multiply = [&](T* into, int64_t stride) {
+            multiply_into(into, stride, base, group.data(slot), group.stride(slot),
+                          packed.at(panel, r, count), count);
+          };
+          if (whole) {
+            if (bias && r == 0 && accumulate)
+              for (int64_t y = 0; y < rows; ++y) start_row(to.from(y, 0).data, bias + column, columns, true);
+            multiply(to.data, to.row_stride);
+            continue;
+          }
+          // The kernel reads and writes more than c holds.
+          if (accumulate || bias || r > 0) {
+            for (int64_t y = 0; y < rows; ++y) {
+              if (bias && r == 0) start_row(to.from(y, 0).data, bias + column, columns, accumulate);
+              std::copy_n(to.from(y, 0).data, columns, edge + y * width);
+            }
+            base = {edge, width};
+          }
+          multiply(edge, width);
+          for (int64_t y = 0; y < rows; ++y) std::copy_n(edge + y * width, columns, to.from(y, 0).data);
+        }
+      }
+    }
+  };
+  const int64_t tile_work = tile_rows * panel_width<T> * packed.k;
+  if (by_panels)
+    parallel_for(0, panels, parallel_work / (tiles.count * tile_work) + 1, [&](int64_t first, int64_t last) {
+      part(0, tiles.count, [=](int64_t) { return std::pair(first, last); });
+    });
+  else
+    parallel_for(0, tiles.count * panels, parallel_work / tile_work + 1, [&](int64_t first, int64_t last) {
+      part(first / panels, (last - 1) / panels + 1, [=](int64_t tile) {
+        return std::pair(std::max<int64_t>(0, first - tile * panels), std::min(panels, last - tile * panels));
+      });
+    });
 }
 
 template <class T>
 void multiply_wide(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T> b, const T* bias, int64_t m,
                    int64_t n, int64_t k, bool accumulate) {
+  const Tiles tiles(m);
   const int64_t columns = std::min(n, packed_panels * panel_width<T>);
   // Steps of equal depth, a multiple of 16.
   const int64_t steps = (k + most_depth - 1) / most_depth, depth = ((k + steps - 1) / steps + 15) / 16 * 16;
@@ -354,9 +365,11 @@ void multiply_wide(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T> b
   for (int64_t column = 0; column < n; column += columns)
     for (int64_t row = 0; row < k; row += rows) {
       PackedPanels<T> packed(std::min(columns, n - column), std::min(rows, k - row), depth);
-      packed.fill(b.from(row, column));
+      // Where `a` is small, a thread reads only what it packed itself: what others did lies in their caches.
+      const bool by_panels = 2 * tiles.count <= 5 * packed.panels && packed.panels % num_threads() == 0;
+      packed.fill(b.from(row, column), by_panels);
       multiply_packed(c.from(0, column), a.from(0, row), packed, bias && row == 0 ? bias + column : nullptr,
-                      m, accumulate || row > 0);
+                      tiles, by_panels, accumulate || row > 0);
     }
 }
 
