@@ -222,7 +222,7 @@ TEST_F(CudaProduct, GeluOnTheWay) {
           EXPECT_LT(difference(input, expected), tolerance) << dtype << m << with_bias;
           auto x = expected.to_vector<double>();
           for (double& v : x) v *= 0.5 * (1 + std::tanh(0.7978845608028654 * (v + 0.044715 * v * v * v)));
-          EXPECT_LT(difference(c, Tensor::from(x).reshape({m, n})), tolerance) << dtype << m << with_bias;
+          EXPECT_LT(difference(c, Tensor::from(x, {m, n})), tolerance) << dtype << m << with_bias;
         } else {
           std::cout << "no product with GELU of " << dtype << " [" << m << ", " << n << ", " << k << "]\n";
         }
@@ -235,7 +235,7 @@ TEST_F(CudaProduct, GeluOnTheWay) {
             const double inner = 0.7978845608028654 * (v + 0.044715 * v * v * v), t = std::tanh(inner);
             v *= 0.5 * (1 + t) + 0.5 * v * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * v * v);
           }
-          EXPECT_LT(difference(c, Tensor::from(slope).reshape({m, n})), tolerance) << dtype << m;
+          EXPECT_LT(difference(c, Tensor::from(slope, {m, n})), tolerance) << dtype << m;
           EXPECT_LT(difference(sums, sum_to(c.to(f32), {n})), 2 * tolerance) << dtype << m;
         } else {
           std::cout << "no product with GELU's derivative of " << dtype << " [" << m << ", " << n << "]\n";
