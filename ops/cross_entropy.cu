@@ -59,13 +59,14 @@ __device__ inline C over_row(C value, C identity, C* space, auto op) {
     return gpu::block_reduce(value, identity, space, op);
 }
 
-// A row for each group of `warps` warps, `apart` elements after the one before. losses [rows] gets the loss of each
-// row in f64, 0 where ignored.
+// A row for each group of `warps` warps, `apart` elements after the one before. losses [rows] gets the loss
+// of each row in f64, 0 where ignored.
 template <class T, int warps>
 __global__ void __launch_bounds__(threads)
     forward_rows(double* __restrict__ losses, gpu::compute<T>* __restrict__ statistics,
-                 const T* __restrict__ logits, int64_t apart, const int64_t* __restrict__ targets, int64_t rows,
-                 int64_t n, int64_t ignore_index, double smoothing, gpu::Fault* faults, int fault) {
+                 const T* __restrict__ logits, int64_t apart, const int64_t* __restrict__ targets,
+                 int64_t rows, int64_t n, int64_t ignore_index, double smoothing, gpu::Fault* faults,
+                 int fault) {
   using C = gpu::compute<T>;
   constexpr int width = Pack<T>::count, row_threads = 32 * warps, groups = threads / row_threads;
   constexpr int at_once = 4;  // packs in flight
@@ -177,9 +178,9 @@ __global__ void __launch_bounds__(1024)
 template <class T, int warps>
 __global__ void __launch_bounds__(threads)
     backward_rows(T* dlogits, int64_t d_apart, const gpu::compute<T>* __restrict__ grad, const T* logits,
-                  int64_t apart, const int64_t* __restrict__ targets, const gpu::compute<T>* __restrict__ statistics,
-                  const int64_t* __restrict__ count, int64_t rows, int64_t n, int64_t ignore_index,
-                  double smoothing) {
+                  int64_t apart, const int64_t* __restrict__ targets,
+                  const gpu::compute<T>* __restrict__ statistics, const int64_t* __restrict__ count,
+                  int64_t rows, int64_t n, int64_t ignore_index, double smoothing) {
   using C = gpu::compute<T>;
   constexpr int width = Pack<T>::count, row_threads = 32 * warps, groups = threads / row_threads;
   constexpr int at_once = 4;
@@ -263,8 +264,8 @@ void forward(Tensor& loss, Tensor& statistics, const Tensor& logits, const Tenso
       launch(forward_rows<T, 1>, warps_of_block);
     else
       launch(forward_rows<T, warps_of_block>, 1);
-    mean_of_rows<gpu::compute<T>><<<1, 1024, 0, stream>>>(gpu::write<gpu::compute<T>>(loss), nullptr, to, gpu::read<int64_t>(targets),
-                                            rows, ignore_index);
+    mean_of_rows<gpu::compute<T>><<<1, 1024, 0, stream>>>(gpu::write<gpu::compute<T>>(loss), nullptr, to,
+                                                          gpu::read<int64_t>(targets), rows, ignore_index);
     gpu::check_launch("cross_entropy");
   });
 }
