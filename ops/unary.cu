@@ -204,7 +204,7 @@ struct GeluTanh {
   template <class C>
   __device__ C operator()(C x) const {
     if constexpr (std::is_same_v<C, float>)
-      if (narrow) return __fdividef(x, 1 + __expf(-gelu_argument(fmaxf(x, -9.f))));  // further out, nearly 0
+      if (narrow) return __fdividef(x, 1 + __expf(-gelu_argument(x)));  // 0 where the divisor is huge
     return x * sigmoid(gelu_argument(x));
   }
 };

@@ -37,7 +37,8 @@ struct BackwardArguments {
   Rows dk, dv;
   float* dq_sum;             // [B H, blocks of queries, 2, slab]
   const float *lse, *delta;  // [B H, padded queries]
-  int32_t *ticket, *turns;   // null: any order; turns: [B H, blocks of queries, 2]
+  int32_t* taken;            // how many tiles were taken beyond the first of each block of threads
+  int32_t* turns;            // whose turn it is to add, [B H, blocks of queries, 2]; null: in any order
   int64_t heads, kv_heads, keys, padded_queries, query_blocks;
   int width, value_width;
   float scale;
@@ -48,14 +49,124 @@ struct BackwardArguments {
 // The part of shared memory that is not tiles.
 template <int width>
 struct Shared {
-  Barrier kv_full, q_full[stages], q_empty[stages], d_out_full[stages], d_out_empty[stages];
+  Barrier tile_full[2], tile_empty[2];
+  int32_t group[2], matrix[2];  // the keys that blocks of threads go through next; group -1: no more
+  Barrier kv_full, kv_empty, q_full[stages], q_empty[stages], d_out_full[stages], d_out_empty[stages];
   Barrier dq_full[consumers][2], dq_empty[consumers][2];
   BlockNote<consumers, Shape<width>::halves> notes[stages];
   int64_t dq_block[consumers][2];  // where the slab goes; -1: no more
   int32_t dq_turn[consumers][2];
   alignas(16) float lse[stages][Shape<width>::queries], delta[stages][Shape<width>::queries];
-  int32_t ticket;
 };
+
+// By one thread: takes tiles of keys, and copies the queries that see them.
+template <int width>
+__device__ inline void copy_queries(const BackwardArguments& a, Shared<width>& shared, char* q_blocks,
+                                    char* d_out_blocks) {
+  using S = Shape<width>;
+  constexpr int queries = S::queries, stride = 3 + consumers * S::halves;
+  const int64_t total = a.schedule.tiles * a.schedule.matrices;
+  const auto kv_heads = static_cast<uint32_t>(a.kv_heads);
+  const int32_t members = static_cast<int32_t>(a.heads / a.kv_heads);
+  Stage<stages> stage;
+  Stage<2> tile;
+  for (int64_t index = blockIdx.x, next;; index = next, tile.next()) {
+    int64_t group = -1, matrix = 0;
+    if (index < total) a.schedule.find(index, group, matrix);
+    shared.tile_empty[tile.index].wait(tile.parity ^ 1);
+    shared.group[tile.index] = static_cast<int32_t>(group);
+    shared.matrix[tile.index] = static_cast<int32_t>(matrix);
+    shared.tile_full[tile.index].arrive();
+    if (group < 0) return;
+    const auto b = static_cast<int32_t>(static_cast<uint32_t>(matrix) / kv_heads);
+    const int32_t first_head = static_cast<int32_t>(matrix - int64_t{b} * kv_heads) * members;
+    for (int32_t member = 0; member < members; ++member) {
+      const int32_t h = first_head + member;
+      const GroupedView& map = a.maps.of(b, h);
+      const int64_t first_row = (b * a.heads + h) * a.padded_queries;
+      const int32_t* entry = map.entries + int64_t{map.first[group]} * stride;
+      const int32_t* const end = map.entries + int64_t{map.first[group + 1]} * stride;
+      for (; entry != end; entry += stride)
+        for (int32_t n = 0; n < entry[1]; ++n) {
+          const int32_t first = entry[0] + n * queries;
+          const int at = stage.index;
+          shared.q_empty[at].wait(stage.parity ^ 1);
+          auto& note = shared.notes[at];
+          write_note(note, entry, n == entry[1] - 1,
+                     member == members - 1 && n == entry[1] - 1 && entry + stride == end);
+          note.first = first, note.member = member;
+          shared.q_full[at].arrive_and_expect(S::query_bytes + queries * 4);
+#pragma unroll
+          for (int panel = 0; panel < S::panels; ++panel)
+            copy_box(q_blocks + at * S::query_bytes + panel * queries * 128, a.q, panel * 64, first, h, b,
+                     shared.q_full[at]);
+          copy_bulk(shared.lse[at], a.lse + first_row + first, queries * 4, shared.q_full[at]);
+          shared.d_out_empty[at].wait(stage.parity ^ 1);
+          shared.d_out_full[at].arrive_and_expect(S::query_bytes + queries * 4);
+#pragma unroll
+          for (int panel = 0; panel < S::panels; ++panel)
+            copy_box(d_out_blocks + at * S::query_bytes + panel * queries * 128, a.d_out, panel * 64, first,
+                     h, b, shared.d_out_full[at]);
+          copy_bulk(shared.delta[at], a.delta + first_row + first, queries * 4, shared.d_out_full[at]);
+          stage.next();
+        }
+    }
+    // Not earlier: others may have to wait for the tile.
+    next = int64_t{gridDim.x} + atomicAdd(a.taken, 1);
+  }
+}
+
+// By one thread.
+template <int width>
+__device__ inline void copy_keys(const BackwardArguments& a, Shared<width>& shared, char* k_tile,
+                                 char* v_tile) {
+  using S = Shape<width>;
+  const auto kv_heads = static_cast<uint32_t>(a.kv_heads);
+  uint32_t parity = 1;  // nothing was read yet
+  for (Stage<2> tile;; tile.next(), parity ^= 1) {
+    shared.tile_full[tile.index].wait(tile.parity);
+    const int32_t group = shared.group[tile.index];
+    const auto matrix = static_cast<uint32_t>(shared.matrix[tile.index]);
+    shared.tile_empty[tile.index].arrive();
+    if (group < 0) return;
+    const auto b = static_cast<int32_t>(matrix / kv_heads), head = static_cast<int32_t>(matrix % kv_heads);
+    shared.kv_empty.wait(parity);
+    shared.kv_full.arrive_and_expect(2 * S::key_bytes);
+#pragma unroll
+    for (int panel = 0; panel < S::panels; ++panel) {
+      copy_box(k_tile + panel * keys * 128, a.k, panel * 64, group * keys, head, b, shared.kv_full);
+      copy_box(v_tile + panel * keys * 128, a.v, panel * 64, group * keys, head, b, shared.kv_full);
+    }
+  }
+}
+
+// By one thread for each warp group: adds what that makes of dQ.
+template <int width>
+__device__ inline void add_slabs(const BackwardArguments& a, Shared<width>& shared, const char* dq_slabs,
+                                 int of) {
+  for (Stage<2> stage;; stage.next()) {
+    const int at = stage.index;
+    shared.dq_full[of][at].wait(stage.parity);
+    const int64_t block = shared.dq_block[of][at];
+    if (block < 0) return;
+    const int32_t turn = shared.dq_turn[of][at];
+    const int64_t place = block * consumers + of;
+    if (a.turns) {
+      int32_t now;
+      do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(a.turns + place) : "memory");
+      while (now != turn);
+    }
+    add_bulk(a.dq_sum + place * slab, dq_slabs + (of * 2 + at) * slab * 4, slab * 4);
+    if (a.turns) {
+      wait_for_bulk();
+      asm volatile("fence.proxy.async;" ::: "memory");
+      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(a.turns + place) : "memory");
+    } else {
+      wait_for_bulk_reads();
+    }
+    shared.dq_empty[of][at].arrive();
+  }
+}
 
 template <class T, int width>
 __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ BackwardArguments a) {
@@ -72,7 +183,8 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
   const int thread = static_cast<int>(threadIdx.x), role = uniform(thread / 128);  // 0 copies
 
   if (thread == 0) {
-    shared.kv_full.init(1);
+    for (int i = 0; i < 2; ++i) shared.tile_full[i].init(1), shared.tile_empty[i].init(4 * consumers + 1);
+    shared.kv_full.init(1), shared.kv_empty.init(4 * consumers);
     for (int i = 0; i < stages; ++i) {
       shared.q_full[i].init(1), shared.q_empty[i].init(4 * consumers);
       shared.d_out_full[i].init(1), shared.d_out_empty[i].init(4 * consumers);
@@ -80,88 +192,17 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
     for (int i = 0; i < 2 * consumers; ++i)
       shared.dq_full[i / 2][i % 2].init(128), shared.dq_empty[i / 2][i % 2].init(1);
     publish_barriers();
-    if (a.ticket) shared.ticket = atomicAdd(a.ticket, 1);
   }
   __syncthreads();
-  int64_t group, matrix;
-  a.schedule.find(a.ticket ? shared.ticket : static_cast<int32_t>(blockIdx.x), group, matrix);
-  const int64_t b = matrix / a.kv_heads, kv_head = matrix % a.kv_heads;
-  const int64_t members = a.heads / a.kv_heads;
 
   if (role == 0) {
     give_registers<24>();
-    const int warp = thread / 32;
-    if (thread == 0) {
-      Stage<stages> stage;
-      shared.kv_full.arrive_and_expect(2 * S::key_bytes);
-      for (int panel = 0; panel < S::panels; ++panel) {
-        copy_box(k_tile + panel * keys * 128, a.k, panel * 64, static_cast<int32_t>(group) * keys,
-                 static_cast<int32_t>(kv_head), static_cast<int32_t>(b), shared.kv_full);
-        copy_box(v_tile + panel * keys * 128, a.v, panel * 64, static_cast<int32_t>(group) * keys,
-                 static_cast<int32_t>(kv_head), static_cast<int32_t>(b), shared.kv_full);
-      }
-      for (int64_t member = 0; member < members; ++member) {
-        const int64_t h = kv_head * members + member;
-        const GroupedView& map = a.maps.of(b, h);
-        const float* const lse = a.lse + (b * a.heads + h) * a.padded_queries;
-        const float* const delta = a.delta + (b * a.heads + h) * a.padded_queries;
-        constexpr int stride = 3 + consumers * halves;
-        const int32_t *entry = map.entries + int64_t{map.first[group]} * stride,
-                      *const end = map.entries + int64_t{map.first[group + 1]} * stride;
-        for (; entry != end; entry += stride)
-          for (int32_t n = 0; n < entry[1]; ++n) {
-            const int32_t first = entry[0] + n * queries;
-            const int at = stage.index;
-            shared.q_empty[at].wait(stage.parity ^ 1);
-            auto& note = shared.notes[at];
-#pragma unroll
-            for (int i = 0; i < consumers * halves; ++i) note.ids[i / halves][i % halves] = entry[3 + i];
-            note.first = first;
-            note.member = static_cast<int32_t>(member);
-            note.last = member == members - 1 && n == entry[1] - 1 && entry + stride == end;
-            shared.q_full[at].arrive_and_expect(S::query_bytes + queries * 4);
-#pragma unroll
-            for (int panel = 0; panel < S::panels; ++panel)
-              copy_box(q_blocks + at * S::query_bytes + panel * queries * 128, a.q, panel * 64, first,
-                       static_cast<int32_t>(h), static_cast<int32_t>(b), shared.q_full[at]);
-            copy_bulk(shared.lse[at], lse + first, queries * 4, shared.q_full[at]);
-            shared.d_out_empty[at].wait(stage.parity ^ 1);
-            shared.d_out_full[at].arrive_and_expect(S::query_bytes + queries * 4);
-#pragma unroll
-            for (int panel = 0; panel < S::panels; ++panel)
-              copy_box(d_out_blocks + at * S::query_bytes + panel * queries * 128, a.d_out, panel * 64, first,
-                       static_cast<int32_t>(h), static_cast<int32_t>(b), shared.d_out_full[at]);
-            copy_bulk(shared.delta[at], delta + first, queries * 4, shared.d_out_full[at]);
-            stage.next();
-          }
-      }
-    } else if (thread % 32 == 0 && warp <= consumers) {
-      // Adds what a warp group made of dQ.
-      const int of = warp - 1;
-      for (Stage<2> stage;; stage.next()) {
-        const int at = stage.index;
-        shared.dq_full[of][at].wait(stage.parity);
-        const int64_t block = shared.dq_block[of][at];
-        if (block < 0) return;
-        const int32_t turn = shared.dq_turn[of][at];
-        const int64_t place = block * consumers + of;
-        if (a.turns) {
-          int32_t now;
-          do
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(a.turns + place) : "memory");
-          while (now != turn);
-        }
-        add_bulk(a.dq_sum + place * slab, dq_slabs + (of * 2 + at) * slab * 4, slab * 4);
-        if (a.turns) {
-          wait_for_bulk();
-          asm volatile("fence.proxy.async;" ::: "memory");
-          asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(a.turns + place) : "memory");
-        } else {
-          wait_for_bulk_reads();
-        }
-        shared.dq_empty[of][at].arrive();
-      }
-    }
+    if (thread == 0)
+      copy_queries(a, shared, q_blocks, d_out_blocks);
+    else if (thread == 96)
+      copy_keys(a, shared, k_tile, v_tile);
+    else if (thread == 32 || thread == 64)
+      add_slabs(a, shared, dq_slabs, thread / 32 - 1);
     return;
   }
 
@@ -169,15 +210,6 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
   const int me = role - 1, in_group = thread % 128, lane = thread % 32, warp = in_group / 32;
   const bool speaks = lane == 0;  // for its warp
   const float to_log2 = a.scale * log2_e;
-  float dk[width / 2], dv[width / 2];
-#pragma unroll
-  for (int i = 0; i < width / 2; ++i) dk[i] = dv[i] = 0;
-  // Rows without a key see nothing.
-  const int64_t first_row = group * keys + 64 * me + 16 * warp + lane / 4;
-  const uint32_t own_rows =
-      (first_row < a.keys ? 0x33333333u : 0) | (first_row + 8 < a.keys ? 0xccccccccu : 0);
-  const bool ragged = (group + 1) * keys > a.keys;
-
   float s[queries / 2];
   const auto transposed = [&](float(&c)[queries / 2], const char* own, const char* others) {
     const uint64_t left = descriptor(own + me * 64 * 128), right = descriptor(others);
@@ -188,153 +220,173 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
                                       further(right, kk / 4 * queries * 128 + kk % 4 * 32), kk > 0);
     end_products();
   };
-  shared.kv_full.wait(0);
   Stage<stages> stage;
-  Stage<2> dq_stage;
-  shared.q_full[0].wait(0);
-  transposed(s, k_tile, q_blocks);
-  wait_for_products<0>();
-  hold(s);
-  for (bool last = false; !last;) {
-    const int at = stage.index;
-    const auto& note = shared.notes[at];
-    last = uniform(note.last);
-    const int64_t h = kv_head * members + note.member;
-    const int32_t first = note.first;
-    const GroupedView& map = a.maps.of(b, h);
-    bool anyone = false, masked = ragged;
-    uint32_t allowed[halves];
+  Stage<2> dq_stage, tile;
+  const int64_t members = a.heads / a.kv_heads;
+  for (uint32_t kv_parity = 0;; kv_parity ^= 1, tile.next()) {
+    shared.tile_full[tile.index].wait(tile.parity);
+    const int64_t group = uniform(shared.group[tile.index]), matrix = uniform(shared.matrix[tile.index]);
+    if (speaks) shared.tile_empty[tile.index].arrive();
+    if (group < 0) break;
+    const int64_t b = static_cast<uint32_t>(matrix) / static_cast<uint32_t>(a.kv_heads),
+                  kv_head = matrix - b * a.kv_heads;
+    float dk[width / 2], dv[width / 2];
 #pragma unroll
-    for (int i = 0; i < halves; ++i) {
-#pragma unroll
-      for (int w = 0; w < consumers; ++w) anyone |= note.ids[w][i] != GroupedSide::none;
-      const int32_t id = note.ids[me][i];
-      masked |= id != GroupedSide::full;
-      allowed[i] = own_rows & (id == GroupedSide::full ? ~0u
-                               : id < 0                ? 0u
-                                                       : map.fragments[int64_t{128} * id + in_group]);
-    }
-    anyone = uniform(anyone), masked = uniform(masked);
-    const char* const q_block = q_blocks + at * S::query_bytes;
-    const char* const d_out_block = d_out_blocks + at * S::query_bytes;
-    char* const ds_block = ds_blocks + dq_stage.index * S::ds_bytes;
-    uint32_t weights[queries / 16][4], ds[queries / 16][4];
-    {
-      float dp[queries / 2];
-      shared.d_out_full[at].wait(stage.parity);
-      transposed(dp, v_tile, d_out_block);
-#pragma unroll
-      for (int j = 0; j < queries / 8; ++j) {
-        const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[at][8 * j + lane % 4 * 2]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          s[4 * j + e] = exp2_approx(fmaf(s[4 * j + e], to_log2, -(e % 2 ? lse.y : lse.x)));
-      }
-      if (masked)
-#pragma unroll
-        for (int i = 0; i < queries / 2; ++i)
-          if (!(allowed[i / 32] >> i % 32 & 1)) s[i] = 0;
-#pragma unroll
-      for (int kk = 0; kk < queries / 16; ++kk)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int i = 8 * kk + e / 2 * 4 + e % 2 * 2;
-          weights[kk][e] = pack<T>(s[i], s[i + 1]);
-        }
-      wait_for_products<0>();
-      hold(dp);
-#pragma unroll
-      for (int j = 0; j < queries / 8; ++j) {
-        const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[at][8 * j + lane % 4 * 2]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          dp[4 * j + e] = s[4 * j + e] * (dp[4 * j + e] - (e % 2 ? delta.y : delta.x));
-      }
-      if (masked)  // what is not seen may be infinite
-#pragma unroll
-        for (int i = 0; i < queries / 2; ++i)
-          if (!(allowed[i / 32] >> i % 32 & 1)) dp[i] = 0;
-#pragma unroll
-      for (int kk = 0; kk < queries / 16; ++kk)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int i = 8 * kk + e / 2 * 4 + e % 2 * 2;
-          ds[kk][e] = pack<T>(dp[i], dp[i + 1]);
-        }
-    }
-
-    const auto down = [&](float(&c)[width / 2], const uint32_t(&left)[queries / 16][4], const char* others) {
-      const uint64_t right = descriptor(others, queries * 128);
-#pragma unroll
-      for (int kk = 0; kk < queries / 16; ++kk)
-        multiply<T, Major::mn>(c, left[kk], further(right, kk * 2048), 1);
-      end_products();
-    };
-    begin_products();
-    down(dv, weights, d_out_block);
-    {
-      const int row = 64 * me + 16 * warp + lane % 16;
-      const uint32_t place = shared_address(ds_block) + row * 128;
-#pragma unroll
-      for (int kk = 0; kk < queries / 16; ++kk)
-        store_matrices(place + kk / 4 * keys * 128 + ((kk % 4 * 2 + lane / 16) ^ row % 8) * 16, ds[kk][0],
-                       ds[kk][1], ds[kk][2], ds[kk][3]);
-    }
-    publish_stores();
-    sync_at(1, 128 * consumers);  // both halves of the gradients of scores are there
-    float dq[32];
-    {
-      // 64 queries by 64 columns a warp group.
-      const uint64_t left = descriptor(ds_block + (halves == 2 ? me * keys * 128 : 0));
-      const uint64_t right = descriptor(k_tile + (halves == 2 ? 0 : me * keys * 128));
-      begin_products();
-#pragma unroll
-      for (int kk = 0; kk < keys / 16; ++kk)
-        multiply<T, Major::mn, Major::mn>(dq, further(left, kk * 2048), further(right, kk * 2048), kk > 0);
-      end_products();
-    }
-    begin_products();
-    down(dk, ds, q_block);
-    wait_for_products<1>();
-    hold(dq);
-    hold(dv);
-    // The next scores, while this block is finished; after the last block, of whatever is there.
-    stage.next();
-    if (!last) shared.q_full[stage.index].wait(stage.parity);
+    for (int i = 0; i < width / 2; ++i) dk[i] = dv[i] = 0;
+    // Rows without a key see nothing.
+    const int64_t first_row = group * keys + 64 * me + 16 * warp + lane / 4;
+    const uint32_t own_rows =
+        (first_row < a.keys ? 0x33333333u : 0) | (first_row + 8 < a.keys ? 0xccccccccu : 0);
+    const bool ragged = (group + 1) * keys > a.keys;
+    shared.kv_full.wait(kv_parity);
+    shared.q_full[stage.index].wait(stage.parity);
     transposed(s, k_tile, q_blocks + stage.index * S::query_bytes);
-    if (speaks) shared.d_out_empty[at].arrive();
-    if (anyone) {  // else there are no queries at all
-      const int slot = dq_stage.index;
-      shared.dq_empty[me][slot].wait(dq_stage.parity ^ 1);
-      float4* const to = reinterpret_cast<float4*>(dq_slabs + (me * 2 + slot) * slab * 4) + in_group;
+    wait_for_products<0>();
+    hold(s);
+    for (bool last = false; !last;) {
+      const int at = stage.index;
+      const auto& note = shared.notes[at];
+      last = uniform(note.last);
+      const int64_t h = kv_head * members + note.member;
+      const int32_t first = note.first;
+      const GroupedView& map = a.maps.of(b, h);
+      bool anyone = false, masked = ragged;
+      uint32_t allowed[halves];
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
-        to[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-      if (in_group == 0) {
-        const int32_t block = first / queries;
-        shared.dq_block[me][slot] = (b * a.heads + h) * a.query_blocks + block;
-        shared.dq_turn[me][slot] = a.turns ? map.last_visitor[block] - static_cast<int32_t>(group) : 0;
+      for (int i = 0; i < halves; ++i) {
+#pragma unroll
+        for (int w = 0; w < consumers; ++w) anyone |= note.ids[w][i] != GroupedSide::none;
+        const int32_t id = note.ids[me][i];
+        masked |= id != GroupedSide::full;
+        allowed[i] = own_rows & (id == GroupedSide::full ? ~0u
+                                 : id < 0                ? 0u
+                                                         : map.fragments[int64_t{128} * id + in_group]);
+      }
+      anyone = uniform(anyone), masked = uniform(masked);
+      const char* const q_block = q_blocks + at * S::query_bytes;
+      const char* const d_out_block = d_out_blocks + at * S::query_bytes;
+      char* const ds_block = ds_blocks + dq_stage.index * S::ds_bytes;
+      uint32_t weights[queries / 16][4], ds[queries / 16][4];
+      {
+        float dp[queries / 2];
+        shared.d_out_full[at].wait(stage.parity);
+        transposed(dp, v_tile, d_out_block);
+#pragma unroll
+        for (int j = 0; j < queries / 8; ++j) {
+          const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[at][8 * j + lane % 4 * 2]);
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            s[4 * j + e] = exp2_approx(fmaf(s[4 * j + e], to_log2, -(e % 2 ? lse.y : lse.x)));
+        }
+        if (masked)
+#pragma unroll
+          for (int i = 0; i < queries / 2; ++i)
+            if (!(allowed[i / 32] >> i % 32 & 1)) s[i] = 0;
+#pragma unroll
+        for (int kk = 0; kk < queries / 16; ++kk)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int i = 8 * kk + e / 2 * 4 + e % 2 * 2;
+            weights[kk][e] = pack<T>(s[i], s[i + 1]);
+          }
+        wait_for_products<0>();
+        hold(dp);
+#pragma unroll
+        for (int j = 0; j < queries / 8; ++j) {
+          const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[at][8 * j + lane % 4 * 2]);
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            dp[4 * j + e] = s[4 * j + e] * (dp[4 * j + e] - (e % 2 ? delta.y : delta.x));
+        }
+        if (masked)  // what is not seen may be infinite
+#pragma unroll
+          for (int i = 0; i < queries / 2; ++i)
+            if (!(allowed[i / 32] >> i % 32 & 1)) dp[i] = 0;
+#pragma unroll
+        for (int kk = 0; kk < queries / 16; ++kk)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int i = 8 * kk + e / 2 * 4 + e % 2 * 2;
+            ds[kk][e] = pack<T>(dp[i], dp[i + 1]);
+          }
+      }
+
+      const auto down = [&](float(&c)[width / 2], const uint32_t(&left)[queries / 16][4],
+                            const char* others) {
+        const uint64_t right = descriptor(others, queries * 128);
+#pragma unroll
+        for (int kk = 0; kk < queries / 16; ++kk)
+          multiply<T, Major::mn>(c, left[kk], further(right, kk * 2048), 1);
+        end_products();
+      };
+      begin_products();
+      down(dv, weights, d_out_block);
+      {
+        const int row = 64 * me + 16 * warp + lane % 16;
+        const uint32_t place = shared_address(ds_block) + row * 128;
+#pragma unroll
+        for (int kk = 0; kk < queries / 16; ++kk)
+          store_matrices(place + kk / 4 * keys * 128 + ((kk % 4 * 2 + lane / 16) ^ row % 8) * 16, ds[kk][0],
+                         ds[kk][1], ds[kk][2], ds[kk][3]);
       }
       publish_stores();
-      shared.dq_full[me][slot].arrive();
-      dq_stage.next();
+      sync_at(1, 128 * consumers);  // both halves of the gradients of scores are there
+      float dq[32];
+      {
+        // 64 queries by 64 columns a warp group.
+        const uint64_t left = descriptor(ds_block + (halves == 2 ? me * keys * 128 : 0));
+        const uint64_t right = descriptor(k_tile + (halves == 2 ? 0 : me * keys * 128));
+        begin_products();
+#pragma unroll
+        for (int kk = 0; kk < keys / 16; ++kk)
+          multiply<T, Major::mn, Major::mn>(dq, further(left, kk * 2048), further(right, kk * 2048), kk > 0);
+        end_products();
+      }
+      begin_products();
+      down(dk, ds, q_block);
+      wait_for_products<1>();
+      hold(dq);
+      hold(dv);
+      // The next scores, while this block is finished; after the last block, of whatever is there.
+      stage.next();
+      if (!last) shared.q_full[stage.index].wait(stage.parity);
+      transposed(s, k_tile, q_blocks + stage.index * S::query_bytes);
+      if (speaks) shared.d_out_empty[at].arrive();
+      if (anyone) {  // else there are no queries at all
+        const int slot = dq_stage.index;
+        shared.dq_empty[me][slot].wait(dq_stage.parity ^ 1);
+        float4* const to = reinterpret_cast<float4*>(dq_slabs + (me * 2 + slot) * slab * 4) + in_group;
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          to[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+        if (in_group == 0) {
+          const int32_t block = first / queries;
+          shared.dq_block[me][slot] = (b * a.heads + h) * a.query_blocks + block;
+          shared.dq_turn[me][slot] = a.turns ? map.last_visitor[block] - static_cast<int32_t>(group) : 0;
+        }
+        publish_stores();
+        shared.dq_full[me][slot].arrive();
+        dq_stage.next();
+      }
+      wait_for_products<0>();
+      hold(dk);
+      hold(s);
+      if (speaks) shared.q_empty[at].arrive();
     }
-    wait_for_products<0>();
-    hold(dk);
-    hold(s);
-    if (speaks) shared.q_empty[at].arrive();
+    if (speaks) shared.kv_empty.arrive();
+    const auto token = [&](int row) -> int64_t {
+      const int64_t key = group * keys + 64 * me + row;
+      return key < a.keys ? key : -1;
+    };
+    const float scale[2] = {a.scale, a.scale}, one[2] = {1, 1};
+    store_rows<T>(dk, scale, a.dk.of<T>(b, kv_head), a.dk.row, 0, a.width, token);
+    store_rows<T>(dv, one, a.dv.of<T>(b, kv_head), a.dv.row, 0, a.value_width, token);
   }
+
+  // What is left for the threads that add.
   shared.dq_empty[me][dq_stage.index].wait(dq_stage.parity ^ 1);
   if (in_group == 0) shared.dq_block[me][dq_stage.index] = -1;
   shared.dq_full[me][dq_stage.index].arrive();
-
-  const auto token = [&](int row) -> int64_t {
-    const int64_t key = group * keys + 64 * me + row;
-    return key < a.keys ? key : -1;
-  };
-  const float scale[2] = {a.scale, a.scale}, one[2] = {1, 1};
-  store_rows<T>(dk, scale, a.dk.of<T>(b, kv_head), a.dk.row, 0, a.width, token);
-  store_rows<T>(dv, one, a.dv.of<T>(b, kv_head), a.dv.row, 0, a.value_width, token);
 }
 
 // dQ = scale * its sum: a block of 128 threads a slab.
@@ -372,8 +424,8 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
   mma::prepare_rows(p, g, d_out, padded, {lse.mutable_data<float>(), delta.mutable_data<float>(), nullptr},
                     {});
   Tensor sum = Tensor::zeros({matrices * blocks * consumers * slab}, f32, device);
-  Tensor turns = p.deterministic ? Tensor::zeros({matrices * blocks * consumers + 1}, i32, device) : Tensor();
-  int32_t* const ticket = p.deterministic ? turns.mutable_data<int32_t>() : nullptr;
+  Tensor counts = Tensor::zeros({1 + (p.deterministic ? matrices * blocks * consumers : 0)}, i32, device);
+  int32_t* const taken = counts.mutable_data<int32_t>();
   const int64_t bytes = p.queries() * (p.width() + p.value_width()) * 2 * (p.heads() / p.kv_heads());
   const BackwardArguments arguments{
       tensor_map(p.q, S::queries),
@@ -385,8 +437,8 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
       sum.mutable_data<float>(),
       lse.data<float>(),
       delta.data<float>(),
-      ticket,
-      ticket ? ticket + 1 : nullptr,
+      taken,
+      p.deterministic ? taken + 1 : nullptr,
       p.heads(),
       p.kv_heads(),
       p.keys(),
@@ -400,7 +452,9 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
   const auto kernel = backward<T, width>;
   constexpr size_t bytes_of_shared = S::memory + sizeof(Shared<width>);
   allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes_of_shared);
-  kernel<<<arguments.schedule.blocks(), threads, bytes_of_shared, stream>>>(arguments);
+  const int64_t at_once =
+      std::min<int64_t>(arguments.schedule.blocks(), properties(device).multiProcessorCount);
+  kernel<<<static_cast<unsigned>(at_once), threads, bytes_of_shared, stream>>>(arguments);
   check_launch("attention.backward");
   const int64_t slabs = matrices * blocks * consumers;
   finish_dq<T, width><<<blocks_for(slabs, 1), 128, 0, stream>>>(sum.data<float>(), rows_of(g.dq), p.heads(),
