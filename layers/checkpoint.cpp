@@ -10,6 +10,7 @@ namespace {
 
 const std::string format_name = "torus checkpoint";
 constexpr int64_t format_version = 3;
+constexpr const char* no_config = "no model configuration";
 
 // Writing and reading name the same members in the same places: `visit` is given each in turn.
 template <class Config, class F>
@@ -137,6 +138,8 @@ void save_checkpoint(const std::string& path, const Checkpoint& checkpoint) {
     if (checkpoint.model) {
       visit_config(*checkpoint.model, format_version, writer(file, "model"));
       file.set_attribute("model", "dtype", std::string(name(checkpoint.model->dtype)));
+    } else {
+      file.set_attribute("/", no_config, int64_t{1});
     }
     visit_state(checkpoint, writer(file, "state"));
     file.create_group("settings");
@@ -173,7 +176,7 @@ Checkpoint load_checkpoint(const std::string& path) {
         "; this program reads up to ", format_version);
 
   Checkpoint result;
-  if (file.contains("model")) {
+  if (!file.has_attribute("/", no_config)) {  // said, so that a damaged group is not taken for none
     visit_config(result.model.emplace(), version, reader(file, "model"));
     result.model->dtype = dtype_named(file.attribute<std::string>("model", "dtype"), path);
   }
