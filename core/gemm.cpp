@@ -32,7 +32,7 @@ MatrixView<const T> matrix(const T* data, const Tensor& x) {
 }
 
 constexpr int64_t parallel_work = 1 << 18;        // multiplications below which a loop stays on one thread
-constexpr int64_t parallel_elements = 1 << 14;    // elements to pack, likewise
+constexpr int64_t parallel_elements = 1 << 13;    // elements to pack, likewise
 constexpr int64_t few_rows = 8, few_columns = 4;  // products with fewer are not packed
 
 template <class T>

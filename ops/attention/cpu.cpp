@@ -212,7 +212,9 @@ class Turns {
     for (int64_t known = oldest_.load(); known < oldest && !oldest_.compare_exchange_weak(known, oldest);) {
     }
     for (int64_t t = task - 1; t >= oldest; --t)
-      while (done(t) < position) std::this_thread::yield();
+      for (int tries = 0; done(t) < position;
+           ++tries)  // mostly soon; yielding may take long on a busy machine
+        if (tries > 20000) std::this_thread::yield();
   }
   void publish(int64_t task, int64_t position) {
     done_[static_cast<size_t>(task)].store(position, std::memory_order_release);

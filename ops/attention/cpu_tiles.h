@@ -117,7 +117,7 @@ std::vector<char> finite_heads(const Tensor& x) {
   constexpr int64_t lanes = simd::lanes<T>;
   const int64_t heads = x.size(1), tokens = x.size(2), width = x.size(3);
   std::vector<char> finite(static_cast<size_t>(x.size(0) * heads), 1);
-  parallel_for(0, x.size(0) * heads, 65536 / (tokens * width + 1) + 1, [&](int64_t first, int64_t last) {
+  parallel_for(0, x.size(0) * heads, 16384 / (tokens * width + 1) + 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const auto head = read_head<S>(x, i / heads, i % heads);
       Vector<T> zeros{};  // 0 times infinity or NaN is NaN

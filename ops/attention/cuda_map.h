@@ -20,7 +20,7 @@ struct SideView {
   const int32_t* lists;
   const int64_t* order_tokens;  // null: a linear order, tile t owns [64 t, 64 t + 64)
   const int64_t* order_first;
-  const int32_t* colour;  // null: no tile gathers
+  const int32_t* colour;  // null: no tile gathers; else as in map.h
 };
 
 /// The map of one (batch, head).

@@ -215,11 +215,14 @@ class Builder {
   }
 
   // Greedy: a tile takes the first colour that no tile before it with a common query has. Beyond 64 colours
-  // each tile has its own.
+  // each tile has its own. Tiles that gather nothing can also take turns block by block, which is better
+  // where most of them share queries.
   void colour(SideMap& map) const {
-    const bool gathers = std::any_of(map.visits.begin(), map.visits.end(),
-                                     [](const Visit& visit) { return visit.kind == Visit::Kind::gather; });
-    if (!gathers) return;
+    constexpr int64_t most_visits = 64, fewest_tiles = 4;  // of a query, of a colour
+    bool gathers = false;
+    int64_t total = 0;
+    for (const Visit& visit : map.visits) gathers |= visit.kind == Visit::Kind::gather, total += visit.count;
+    if (!gathers && total > most_visits * shape_.queries) return;
     std::vector<uint64_t> taken(static_cast<size_t>(shape_.queries), 0);
     int32_t beyond = 64;
     for (int64_t tile = 0; tile < map.tiles; ++tile) {
@@ -236,6 +239,8 @@ class Builder {
       if (mine < 64) each([&](uint64_t& colours) { colours |= uint64_t{1} << mine; });
       map.colour.push_back(mine < 64 ? mine : beyond++);
     }
+    const auto most = std::max_element(map.colour.begin(), map.colour.end());
+    if (!gathers && (map.tiles == 0 || fewest_tiles * (*most + 1) > map.tiles)) map.colour.clear();
   }
 
   const MaskRule& rule_;

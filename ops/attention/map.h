@@ -31,8 +31,8 @@ struct SideMap {
   std::vector<Visit> visits;
   std::vector<int32_t> lists;     // tokens of gathers
   std::vector<int32_t> atom_ids;  // -1: every pair of the atom is allowed
-  // Key side: tiles of one colour share no query, so they may add to it in any order; colours ascend. Empty
-  // if no tile gathers.
+  // Key side: tiles of one colour share no query, so they may add to it in any order; colours ascend. Never
+  // empty if a tile gathers, else only where few colours suffice.
   std::vector<int32_t> colour;
 
   std::span<const Visit> of_tile(int64_t tile) const {
