@@ -101,15 +101,15 @@ void multiply_narrow(MatrixView<T> c, MatrixView<const T> a, MatrixView<const T>
 // it.
 constexpr int tile_rows = simd::vector_bytes == 64 ? 14 : 6, tile_vectors = 2;
 constexpr int64_t most_depth = 384, packed_panels = 16, packed_elements = 16 * 32 * most_depth;
-constexpr int64_t pitch =
-    most_depth + 16;               // between rows of a packed tile, so that they meet in no cache set
+// Between rows of a packed tile, so that they meet in no cache set.
+constexpr int64_t pitch = most_depth + 16;
 constexpr int64_t tile_group = 8;  // tiles packed together, so that columns of `a` are read in long pieces
 
 template <class T>
 constexpr int64_t panel_width = int64_t{tile_vectors} * simd::lanes<T>;
 // Of a tile that is packed by columns: whole vectors, since stores across cache lines are slow.
 template <class T>
-constexpr int64_t column_pitch = (tile_rows + simd::lanes<T> - 1) / simd::lanes<T>* simd::lanes<T>;
+constexpr int64_t column_pitch = ((tile_rows - 1) / simd::lanes<T> + 1) * simd::lanes<T>;
 
 // What the sums of a tile are added to: row i at data + i * stride.
 template <class T>
@@ -276,10 +276,10 @@ struct PackedPanels {
         }
     };
     if (whole)
-      parallel_for(0, panels, parallel_elements / (k * panel_width<T>)+1,
+      parallel_for(0, panels, 1 + parallel_elements / (k * panel_width<T>),
                    [&](int64_t first, int64_t last) { pack(0, blocks, first, last); });
     else
-      parallel_for(0, blocks, parallel_elements / (block * width) + 1,
+      parallel_for(0, blocks, 1 + parallel_elements / (block * width),
                    [&](int64_t first, int64_t last) { pack(first, last, 0, panels); });
   }
 };
