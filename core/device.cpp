@@ -30,12 +30,9 @@ double peak_flops(Device device, DType dtype) {
 }
 
 namespace {
-std::atomic<bool> tf32{false}, tuned{false};
+std::atomic<bool> tf32{false};
 }
 void allow_tf32(bool on) { tf32 = on; }
 bool tf32_allowed() { return tf32; }
-
-void tune_products(bool on) { tuned = on; }
-bool products_tuned() { return tuned; }
 
 }  // namespace torus

@@ -39,12 +39,6 @@ double peak_flops(Device device, DType dtype);
 void allow_tf32(bool on);
 bool tf32_allowed();
 
-/// Whether the first product of each kind on a CUDA device tries several algorithms and keeps the fastest,
-/// instead of the one that cuBLASLt expects to be. Off at first: which is the fastest, and so the last bits,
-/// may differ from run to run. Within one they do not.
-void tune_products(bool on);
-bool products_tuned();
-
 const char* name(DeviceKind kind);
 std::ostream& operator<<(std::ostream& out, Device device);
 

@@ -443,7 +443,7 @@ const Kernel<void(Tensor&, const Tensor&, const Tensor&, const ProductOptions&)>
     }};
 
 using GeluKernel = Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, bool&)>;
-const GeluKernel gelu_kernel{"product.gelu", nullptr}, gelu_backward_kernel{"product.gelu_backward", nullptr};
+const GeluKernel gelu_kernel{"product.gelu", nullptr};
 
 }  // namespace
 
@@ -476,13 +476,6 @@ bool product_gelu(Tensor& hidden, Tensor& input, const Tensor& a, const Tensor& 
   bool done = false;
   if (hidden.device() != cpu)
     gelu_kernel(hidden.device(), hidden, input, a, b, bias.defined() ? bias.contiguous() : bias, done);
-  return done;
-}
-
-bool product_gelu_backward(Tensor& c, Tensor& column_sums, const Tensor& a, const Tensor& b,
-                           const Tensor& input) {
-  bool done = false;
-  if (c.device() != cpu) gelu_backward_kernel(c.device(), c, column_sums, a, b, input, done);
   return done;
 }
 

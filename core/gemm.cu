@@ -121,39 +121,8 @@ void set_operands(cublasLtMatmulDescOpaque_t& operation, const Epilogue& epilogu
                                                 &epilogue.matrix, sizeof epilogue.matrix));
 }
 
-// Runs a product by one algorithm, to see how long it takes.
-using Trial = std::function<cublasStatus_t(const Prepared&, const cublasLtMatmulAlgo_t&)>;
-
-// The fastest of three runs each, after one that does not count.
-cublasLtMatmulAlgo_t fastest(const Prepared& prepared, std::span<const cublasLtMatmulHeuristicResult_t> found,
-                             const Trial& trial, cudaStream_t stream) {
-  SynchronizationProbe::note("the tuning of a product");
-  cudaEvent_t start = nullptr, stop = nullptr;
-  check_call(cudaEventCreate(&start), "product");
-  check_call(cudaEventCreate(&stop), "product");
-  const cublasLtMatmulAlgo_t* best = &found[0].algo;
-  float least = std::numeric_limits<float>::infinity();
-  for (const auto& candidate : found) {
-    if (candidate.state != CUBLAS_STATUS_SUCCESS || trial(prepared, candidate.algo) != CUBLAS_STATUS_SUCCESS)
-      continue;
-    for (int run = 0; run < 3; ++run) {
-      float time = 0;
-      check_call(cudaEventRecord(start, stream), "product");
-      trial(prepared, candidate.algo);
-      check_call(cudaEventRecord(stop, stream), "product");
-      check_call(cudaEventSynchronize(stop), "product");
-      check_call(cudaEventElapsedTime(&time, start, stop), "product");
-      if (time < least) least = time, best = &candidate.algo;
-    }
-  }
-  cudaEventDestroy(start);
-  cudaEventDestroy(stop);
-  return *best;
-}
-
-// Without a trial, the algorithm is the one that cuBLASLt expects to be the fastest.
-Prepared prepare(const Plan& plan, const Library& cublas, const Epilogue& epilogue, const Trial& trial,
-                 cudaStream_t stream) {
+// The algorithm is the one that cuBLASLt expects to be the fastest.
+Prepared prepare(const Plan& plan, const Library& cublas, const Epilogue& epilogue) {
   Prepared made;
   const cublasComputeType_t arithmetic = plan.dtype == f64 ? CUBLAS_COMPUTE_64F
                                          : plan.tf32       ? CUBLAS_COMPUTE_32F_FAST_TF32
@@ -183,28 +152,23 @@ Prepared prepare(const Plan& plan, const Library& cublas, const Epilogue& epilog
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(plan.b.alignment));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(plan.d.alignment));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(plan.d.alignment));
-  cublasLtMatmulHeuristicResult_t found[8] = {};
+  cublasLtMatmulHeuristicResult_t found{};
   int count = 0;
-  const cublasStatus_t status =
-      cublasLtMatmulAlgoGetHeuristic(cublas.handle, made.operation, made.a, made.b, made.d, made.d,
-                                     preference, trial ? std::size(found) : 1, found, &count);
+  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(cublas.handle, made.operation, made.a, made.b,
+                                                               made.d, made.d, preference, 1, &found, &count);
   cublasLtMatmulPreferenceDestroy(preference);
   made.possible = status == CUBLAS_STATUS_SUCCESS && count > 0;
-  if (made.possible)
-    made.algorithm = count > 1 ? fastest(made, std::span(found, static_cast<size_t>(count)), trial, stream)
-                               : found[0].algo;
+  if (made.possible) made.algorithm = found.algo;
   return made;
 }
 
-const Prepared& prepared(const Plan& plan, const Library& cublas, const Epilogue& epilogue,
-                         const Trial& trial, cudaStream_t stream) {
+const Prepared& prepared(const Plan& plan, const Library& cublas, const Epilogue& epilogue) {
   static std::mutex mutex;
   static auto* plans = new std::map<Plan, Prepared>;
   std::lock_guard lock(mutex);
   const auto found = plans->find(plan);
-  return found != plans->end()
-             ? found->second
-             : plans->emplace(plan, prepare(plan, cublas, epilogue, trial, stream)).first->second;
+  return found != plans->end() ? found->second
+                               : plans->emplace(plan, prepare(plan, cublas, epilogue)).first->second;
 }
 
 int alignment_of(const void* pointer, int64_t batch_bytes) {
@@ -285,21 +249,17 @@ bool multiply(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& addend,
               .tf32 = c.dtype() == f32 && tf32_allowed(),
               .device = c.device().index};
     plan.d.alignment = std::min(plan.d.alignment, operand(c, added_at, step[0]).alignment);
-    const auto run = [&](const Prepared& with, const cublasLtMatmulAlgo_t& algorithm) {
-      // The prepared one is shared between threads.
-      cublasLtMatmulDescOpaque_t operation;
-      std::memcpy(&operation, with.operation, sizeof operation);
-      set_operands(operation, epilogue);
-      return cublasLtMatmul(cublas.handle, &operation, &alpha, b_at, with.a, a_at, with.b, &beta, added_at,
-                            with.d, c_at, with.d, &algorithm, cublas.workspace, workspace_bytes, stream);
-    };
-    // Trials write to c, which must not be what they add to.
-    const bool tries = products_tuned() && !accumulate && !capturing();
-    const Prepared& ready = prepared(plan, cublas, epilogue, tries ? Trial(run) : Trial(), stream);
+    const Prepared& ready = prepared(plan, cublas, epilogue);
     if (!ready.possible && epilogue.optional()) return false;
     check(ready.possible, Error::Kind::Device, "[product] cuBLASLt has no algorithm for [", m, ", ", k,
           "] times [", k, ", ", n, "] of ", c.dtype());
-    check_cublas(run(ready, ready.algorithm));
+    // The prepared one is shared between threads.
+    cublasLtMatmulDescOpaque_t operation;
+    std::memcpy(&operation, ready.operation, sizeof operation);
+    set_operands(operation, epilogue);
+    check_cublas(cublasLtMatmul(cublas.handle, &operation, &alpha, b_at, ready.a, a_at, ready.b, &beta,
+                                added_at, ready.d, c_at, ready.d, &ready.algorithm, cublas.workspace,
+                                workspace_bytes, stream));
   }
   return true;
 }
@@ -383,21 +343,10 @@ void product_gelu_cuda(Tensor& hidden, Tensor& input, const Tensor& a, const Ten
   });
 }
 
-void product_gelu_backward_cuda(Tensor& c, Tensor& column_sums, const Tensor& a, const Tensor& b,
-                                const Tensor& input, bool& done) {
-  if (!gelu_fits(c, a, b)) return;
-  gpu::dispatch_floating(c.dtype(), "product", [&](auto zero) {
-    using T = decltype(zero);
-    const Epilogue epilogue{CUBLASLT_EPILOGUE_DGELU_BGRAD, write<T>(column_sums), read<T>(input)};
-    done = multiply<T>(c, a, b, Tensor(), false, epilogue, stream_of(c));
-  });
-}
-
 const CudaKernel<void(Tensor&, const Tensor&, const Tensor&, const ProductOptions&)> product_kernel{
     "product", product_cuda};
 const CudaKernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&, bool&)> gelu_kernel{
-    "product.gelu", product_gelu_cuda},
-    gelu_backward_kernel{"product.gelu_backward", product_gelu_backward_cuda};
+    "product.gelu", product_gelu_cuda};
 
 }  // namespace
 

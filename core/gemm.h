@@ -22,8 +22,5 @@ void product(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& 
 /// what follows it in one pass. All are contiguous matrices, but b may be transposed. False, with nothing
 /// done, where the device has no such product; the CPU has none.
 bool product_gelu(Tensor& hidden, Tensor& input, const Tensor& a, const Tensor& b, const Tensor& bias);
-/// The same of c = (a @ b) * gelu'(input) and the sums of its columns.
-bool product_gelu_backward(Tensor& c, Tensor& column_sums, const Tensor& a, const Tensor& b,
-                           const Tensor& input);
 
 }  // namespace torus

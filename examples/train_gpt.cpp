@@ -27,7 +27,6 @@ struct Options {
   std::string text, tokens, save, resume, log, profile, device = "cpu";
   int64_t eval_every = 500, sample = 300, threads = 0;
   double minutes = 0, temperature = 0.8;
-  bool tune = false;
 };
 
 // Sizes, and steps that take two cores two minutes (nano and addition), six (toy) and nine hours (char). That
@@ -121,8 +120,6 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
   app.add_option("--tokens", o.tokens,
                  "file of 16-bit tokens to train on instead of a text, as llm.c writes them");
   app.add_option("--device", o.device, "cpu (default) or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
-  app.add_flag("--tune", o.tune,
-               "on cuda, time several algorithms for each product; the last bits may differ from run to run");
   app.add_option("--minutes", o.minutes, "stop after so long, at whatever step")
       ->check(CLI::NonNegativeNumber);
   app.add_option("--save", o.save, "checkpoint to write, at each evaluation and at the end");
@@ -289,7 +286,6 @@ int run(Options& options, std::vector<Flag>& flags) {
   }
   take_preset(flags, options);
   if (!options.save.empty()) check_can_save(options.save);
-  tune_products(options.tune);
   if (options.threads > 0) set_num_threads(static_cast<int>(options.threads));
   manual_seed(static_cast<uint64_t>(options.seed));
 

@@ -42,14 +42,9 @@ Variable mlp(const Variable& x, const Variable& up, const Variable& up_bias, con
 
                   const Tensor& at = saved_input.get();
                   Tensor d_input = Tensor::empty(at.shape(), at.dtype(), at.device());
-                  Tensor d_bias = Tensor::empty({at.size(1)}, at.dtype(), at.device());
-                  const bool fused =
-                      form == Gelu::tanh && product_gelu_backward(d_input, d_bias, dy, saved_down.get(), at);
-                  if (!fused) {
-                    product(d_input, dy, saved_down.get());
-                    gelu_backward(d_input, d_input, at, form);
-                  }
-                  if (grads.wants(2)) result[2] = fused ? d_bias : sum_to(d_input, {at.size(1)});
+                  product(d_input, dy, saved_down.get());
+                  gelu_backward(d_input, d_input, at, form);
+                  if (grads.wants(2)) result[2] = sum_to(d_input, {at.size(1)});
                   if (grads.wants(0)) result[0] = add_product(grads, 0, d_input, saved_up.get(), x_shape);
                   if (grads.wants(1))
                     result[1] =

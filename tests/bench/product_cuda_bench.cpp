@@ -1,5 +1,4 @@
 // Times the matrix products of a GPT's step on a CUDA device: as cuBLASLt expects to be the fastest, and
-// tuned.
 //     product_cuda_bench [CHANNELS TOKENS VOCABULARY]
 #include <torus/core/gemm.h>
 #include <torus/torus.h>
@@ -42,21 +41,14 @@ Tensor matrix(int64_t rows, int64_t columns) {
   return all;
 }
 
-/// A product c [m, n] = a [m, k] b [k, n] and what it does besides, twice: the plans of each are apart, as c
-/// has longer rows when it is tuned.
+/// A product c [m, n] = a [m, k] b [k, n] and what it does besides.
 template <class F>
 void show(const std::string& name, int64_t m, int64_t n, int64_t k, F&& f) {
-  double times[2];
-  for (bool tuned : {false, true}) {
-    tune_products(tuned);
-    Tensor c = Tensor::empty({m, n + (tuned ? 8 : 0)}, bf16, cuda).slice(1, 0, n);
-    times[tuned] = time_of([&] { f(c); });
-  }
-  tune_products(false);
+  Tensor c = Tensor::empty({m, n}, bf16, cuda);
+  const double time = time_of([&] { f(c); });
   const double flops = 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
-  std::printf("%-28s [%ld, %ld] x [%ld, %ld] %9.1f us %6.0f TFLOP/s, tuned %9.1f us %6.0f\n", name.c_str(),
-              long(m), long(k), long(k), long(n), times[0], flops / times[0] / 1e6, times[1],
-              flops / times[1] / 1e6);
+  std::printf("%-28s [%ld, %ld] x [%ld, %ld] %9.1f us %6.0f TFLOP/s\n", name.c_str(), long(m), long(k),
+              long(k), long(n), time, flops / time / 1e6);
 }
 
 /// y = x w^T and its two gradients.
@@ -88,13 +80,9 @@ int main(int argc, char** argv) {
   show_linear("up", rows, c, 4 * c);
   show_linear("down", rows, 4 * c, c);
   show_linear("head", rows, c, vocabulary);
-  const Tensor x = matrix(rows, c), up = matrix(4 * c, c), bias = matrix(1, 4 * c).select(0, 0),
-               dy = matrix(rows, c), down = matrix(c, 4 * c);
-  Tensor hidden = matrix(rows, 4 * c), input = hidden.clone(), sums = bias.clone();
+  const Tensor x = matrix(rows, c), up = matrix(4 * c, c), bias = matrix(1, 4 * c).select(0, 0);
+  Tensor hidden = matrix(rows, 4 * c), input = hidden.clone();
   bool done = true;
-  const double fused = time_of([&] { done &= product_gelu(hidden, input, x, up.transpose(0, 1), bias); }),
-               fused_backward =
-                   time_of([&] { done &= product_gelu_backward(hidden, sums, dy, down, input); });
-  std::printf("up with GELU %.1f us, its derivative with db %.1f us%s\n", fused, fused_backward,
-              done ? "" : " (not possible)");
+  const double fused = time_of([&] { done &= product_gelu(hidden, input, x, up.transpose(0, 1), bias); });
+  std::printf("up with GELU %.1f us%s\n", fused, done ? "" : " (not possible)");
 }
