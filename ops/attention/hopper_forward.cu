@@ -32,7 +32,7 @@ struct ForwardArguments {
 // Queries a warp group: 64. `consumers` warp groups; keys at a time.
 template <int width, bool gathers>
 struct Shape {
-  static constexpr int consumers = width == 64 && !gathers ? 3 : 2;
+  static constexpr int consumers = width == 64 ? 3 : 2;
   static constexpr int halves = width == 256 ? 1 : 2;
   static constexpr int keys = 64 * halves;
   static constexpr int stages = gathers && width == 64 ? 4 : 2;
@@ -158,6 +158,7 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
     forward(const __grid_constant__ ForwardArguments a) {
   using S = Shape<width, gathers>;
   constexpr int consumers = S::consumers, halves = S::halves, keys = S::keys, stages = S::stages;
+  static_assert(S::panels * 64 == width);
   extern __shared__ char raw_memory[];
   char* const memory =
       reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw_memory) + 1023) & ~uintptr_t{1023});
