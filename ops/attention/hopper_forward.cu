@@ -32,7 +32,7 @@ struct ForwardArguments {
 // Queries a warp group: 64. `consumers` warp groups; keys at a time.
 template <int width, bool gathers>
 struct Shape {
-  static constexpr int consumers = width == 64 ? 3 : 2;
+  static constexpr int consumers = width == 64 && !gathers ? 3 : 2;
   static constexpr int halves = width == 256 ? 1 : 2;
   static constexpr int keys = 64 * halves;
   static constexpr int stages = gathers && width == 64 ? 4 : 2;
