@@ -1,7 +1,6 @@
 // The backend `hopper`: what it can run, tensor maps, and grouped maps of masks in device memory.
 #include <algorithm>
 
-#include "torus/ops/attention/cuda_mma.h"
 #include "torus/ops/attention/grouped_map.h"
 #include "torus/ops/attention/hopper.h"
 
@@ -55,11 +54,6 @@ CUtensorMap tensor_map(const Tensor& x, int rows) {
   check(result == CUDA_SUCCESS, Error::Kind::Device, "[attention] the driver made no tensor map of ",
         x.shape(), ", error ", static_cast<int>(result));
   return map;
-}
-
-Rows rows_of(const Tensor& x) {
-  const mma::Operand from = mma::operand(x);
-  return {from.data, from.batch, from.head, from.row};
 }
 
 // ------------------------------------------------------------------------------------------ grouped maps

@@ -7,14 +7,20 @@
 
 #include "torus/core/cuda.h"
 #include "torus/ops/attention/backend.h"
-#include "torus/ops/attention/cuda_map.h"
+#include "torus/ops/attention/cuda_mma.h"
 #include "torus/ops/attention/grouped_map.h"
 
 namespace torus::gpu::hopper {
 
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+using mma::columns_below;
+using mma::copy_16_async;
+using mma::copy_4_async;
+using mma::exp2_approx;
+using mma::pack;
+using mma::quad_max;
+using mma::quad_sum;
+using mma::shared_address;
+using Rows = mma::Operand;
 
 /// The same value in all lanes, which the compiler cannot know: products under a condition that lanes might
 /// differ on are run one by one.
@@ -109,16 +115,6 @@ __device__ inline void wait_for_bulk_reads() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 __device__ inline void wait_for_bulk() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
-/// Copies 16 or 4 bytes to shared memory, or zeros where there is nothing to read, without waiting.
-__device__ inline void copy_16_async(uint32_t to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
-               : "memory");
-}
-__device__ inline void copy_4_async(uint32_t to, const void* from, bool there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0)
-               : "memory");
-}
 
 /// Four 8 x 8 matrices of 16 bits: lanes 8 i ... 8 i + 7 give the addresses of the rows of matrix i.
 __device__ inline void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -353,55 +349,6 @@ struct BlockNote {
   int32_t last;          // whether it is the last block of a group
   int32_t member;
 };
-
-/// Word of the bits of an accumulator (8 j + 2 (lane % 4) + c) whose column is below `count`.
-__device__ inline uint32_t columns_below(int count, int lane) {
-  uint32_t word = 0;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int left = count - 8 * j - lane % 4 * 2;
-    word |= (left > 1 ? 0xfu : left == 1 ? 0x5u : 0u) << 4 * j;
-  }
-  return word;
-}
-
-/// Two numbers as one word, `low` in the lower half.
-template <class T>
-__device__ inline uint32_t pack(float low, float high) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 both = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(both);
-  } else {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(both);
-  }
-}
-
-__device__ inline float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-/// Over the four lanes that share rows of an accumulator.
-__device__ inline float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-__device__ inline float quad_sum(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-/// One tensor [B, H, N, D] by strides in elements.
-struct Rows {
-  void* data;
-  int64_t batch, head, row;
-  template <class T>
-  __device__ T* of(int64_t b, int64_t h) const {
-    return static_cast<T*>(data) + b * batch + h * head;
-  }
-};
-Rows rows_of(const Tensor& x);
 
 /// Writes an accumulator's 64 x 64 * panels columns, times a factor a row: row i of the warp group goes to
 /// that of `token(i)`, or nowhere where that is negative. 16 bytes a lane: lanes of a quad first trade

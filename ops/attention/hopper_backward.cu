@@ -5,7 +5,6 @@
 // Where order matters, blocks of threads add to dQ one after another, the last keys first.
 #include <limits>
 
-#include "torus/ops/attention/cuda_mma.h"
 #include "torus/ops/attention/hopper.h"
 
 namespace torus::gpu::hopper {
@@ -432,8 +431,8 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
       tensor_map(p.k, keys),
       tensor_map(p.v, keys),
       tensor_map(d_out, S::queries),
-      rows_of(g.dk),
-      rows_of(g.dv),
+      mma::operand(g.dk),
+      mma::operand(g.dv),
       sum.mutable_data<float>(),
       lse.data<float>(),
       delta.data<float>(),
@@ -457,8 +456,8 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
   kernel<<<static_cast<unsigned>(at_once), threads, bytes_of_shared, stream>>>(arguments);
   check_launch("attention.backward");
   const int64_t slabs = matrices * blocks * consumers;
-  finish_dq<T, width><<<blocks_for(slabs, 1), 128, 0, stream>>>(sum.data<float>(), rows_of(g.dq), p.heads(),
-                                                                p.queries(), blocks, slabs,
+  finish_dq<T, width><<<blocks_for(slabs, 1), 128, 0, stream>>>(sum.data<float>(), mma::operand(g.dq),
+                                                                p.heads(), p.queries(), blocks, slabs,
                                                                 static_cast<int>(p.width()), arguments.scale);
   check_launch("attention.backward");
 }

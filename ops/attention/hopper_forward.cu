@@ -3,7 +3,6 @@
 // softmax of one block overlaps with the products of the block before.
 #include <limits>
 
-#include "torus/ops/attention/cuda_mma.h"
 #include "torus/ops/attention/hopper.h"
 
 namespace torus::gpu::hopper {
@@ -170,7 +169,8 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
 
   if (thread == 0) {
     constexpr uint32_t copying = gathers ? 128 : 1;
-    for (int i = 0; i < S::q_stages; ++i) shared.q_full[i].init(copying), shared.q_empty[i].init(4 * consumers);
+    for (int i = 0; i < S::q_stages; ++i)
+      shared.q_full[i].init(copying), shared.q_empty[i].init(4 * consumers);
     for (int i = 0; i < stages; ++i) {
       shared.k_full[i].init(gathers ? copying + 1 : copying);  // + 1: the note is written
       shared.v_full[i].init(copying);
@@ -398,10 +398,10 @@ void launch(const AttentionProblem& p, Tensor& out, Tensor& lse) {
   ForwardArguments arguments{tensor_map(p.q, 64),
                              tensor_map(p.k, S::keys),
                              tensor_map(p.v, S::keys),
-                             rows_of(p.q),
-                             rows_of(p.k),
-                             rows_of(p.v),
-                             rows_of(out),
+                             mma::operand(p.q),
+                             mma::operand(p.k),
+                             mma::operand(p.v),
+                             mma::operand(out),
                              lse.mutable_data<float>(),
                              p.heads(),
                              group,

@@ -1,7 +1,6 @@
 // Backward of attention on Hopper for masks that gather, such as windows on grids: keys own blocks of threads
 // for dK and dV, then queries for dQ, so that every sum has one owner and one order. One warp group copies
 // rows by index, two own 64 tokens each.
-#include "torus/ops/attention/cuda_mma.h"
 #include "torus/ops/attention/hopper.h"
 
 namespace torus::gpu::hopper {
@@ -255,13 +254,13 @@ void run_gathered_backward(const AttentionProblem& p, AttentionGradients& g, con
          delta = Tensor::empty({p.batch(), p.heads(), p.queries()}, f32, device);
   mma::prepare_rows(p, g, d_out, p.queries(),
                     {lse.mutable_data<float>(), delta.mutable_data<float>(), nullptr}, {});
-  const GatheredArguments arguments{rows_of(p.q),
-                                    rows_of(p.k),
-                                    rows_of(p.v),
-                                    rows_of(d_out),
-                                    rows_of(g.dq),
-                                    rows_of(g.dk),
-                                    rows_of(g.dv),
+  const GatheredArguments arguments{mma::operand(p.q),
+                                    mma::operand(p.k),
+                                    mma::operand(p.v),
+                                    mma::operand(d_out),
+                                    mma::operand(g.dq),
+                                    mma::operand(g.dk),
+                                    mma::operand(g.dv),
                                     lse.data<float>(),
                                     delta.data<float>(),
                                     p.heads(),
