@@ -5,6 +5,7 @@
 
 #include <CLI/CLI.hpp>
 #include <filesystem>
+#include <iostream>
 #include <map>
 #include <string>
 #include <variant>
@@ -58,4 +59,20 @@ inline void check_can_save(const std::filesystem::path& path) {
   torus::check(!std::filesystem::is_directory(path) && access(folder.c_str(), W_OK) == 0,
                torus::Error::Kind::File, "cannot save to ", path.string(),
                ": it is a folder, or not in a folder that can be written");
+}
+
+/// A program's main: parses the flags and runs. What is wrong is one line, "name: ...", and 1 the status.
+template <class Run>
+int run_program(CLI::App& app, int argc, char** argv, const std::string& name, const Run& run) {
+  try {
+    app.parse(argc, argv);
+    return run();
+  } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() == 0) return app.exit(error);  // --help
+    std::cerr << name << ": " << error.what() << "\n";
+  } catch (const std::exception& error) {
+    std::cout << std::flush;
+    std::cerr << name << ": " << error.what() << "\n";
+  }
+  return 1;
 }

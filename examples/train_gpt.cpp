@@ -344,15 +344,5 @@ int main(int argc, char** argv) {
   CLI::App app("Trains a small GPT on text, or on sums, and shows what it learned.");
   Options options;
   std::vector<Flag> flags = add_flags(app, options);
-  try {
-    app.parse(argc, argv);
-    return run(options, flags);
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "train_gpt: " << error.what() << "\n";
-  } catch (const std::exception& error) {
-    std::cout << std::flush;
-    std::cerr << "train_gpt: " << error.what() << "\n";
-  }
-  return 1;
+  return run_program(app, argc, argv, "train_gpt", [&] { return run(options, flags); });
 }

@@ -523,15 +523,5 @@ int main(int argc, char** argv) {
       "Trains a small transformer on grids to restore undersampled volumes of MRI: a demonstration.");
   Options options;
   std::vector<Flag> flags = add_flags(app, options);
-  try {
-    app.parse(argc, argv);
-    return run(options, flags);
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << "train_mri: " << error.what() << "\n";
-  } catch (const std::exception& error) {
-    std::cout << std::flush;
-    std::cerr << "train_mri: " << error.what() << "\n";
-  }
-  return 1;
+  return run_program(app, argc, argv, "train_mri", [&] { return run(options, flags); });
 }

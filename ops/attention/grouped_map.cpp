@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 #include <map>
-#include <unordered_map>
 
 namespace torus::detail {
 
@@ -22,19 +21,15 @@ struct TilePieces {
   std::vector<std::pair<int32_t, uint64_t>> listed;  // tokens, and which owners see them
 };
 
-uint64_t hash(const Atom& atom) {
-  uint64_t value = 0xcbf29ce484222325;
-  for (uint64_t word : atom) value = (value ^ word ^ word >> 32) * 0x100000001b3;
-  return value;
-}
-
 class Grouping {
  public:
   Grouping(const MaskMap& map, const SideMap& side, int64_t owners, int64_t others, GroupedSide& to)
-      : map_(map), side_(side), owners_(owners), others_(others), to_(to) {
-    to.atoms = map.atoms;
-    for (size_t i = 0; i < to.atoms.size(); ++i) ids_[hash(to.atoms[i])].push_back(static_cast<int32_t>(i));
-  }
+      : map_(map),
+        side_(side),
+        owners_(owners),
+        others_(others),
+        to_(to),
+        places_((to.atoms = map.atoms, to.atoms)) {}
 
   void run() {
     const int64_t groups = (side_.tiles + to_.group - 1) / to_.group;
@@ -76,15 +71,6 @@ class Grouping {
  private:
   int64_t unit() const { return tile_size * to_.width; }
   size_t words() const { return static_cast<size_t>(to_.group * to_.width); }
-
-  int32_t id_of(const Atom& atom) {
-    auto& same_hash = ids_[hash(atom)];
-    for (int32_t id : same_hash)
-      if (to_.atoms[static_cast<size_t>(id)] == atom) return id;
-    to_.atoms.push_back(atom);
-    same_hash.push_back(static_cast<int32_t>(to_.atoms.size()) - 1);
-    return same_hash.back();
-  }
 
   TilePieces pieces(int64_t tile) {
     TilePieces result;
@@ -128,7 +114,7 @@ class Grouping {
       const int64_t there = std::min(tile_size, others_ - place * tile_size);
       const bool whole = std::all_of(atom.begin(), atom.begin() + there,
                                      [](uint64_t column) { return column == ~uint64_t{0}; });
-      result.linear.push_back({place, place + 1, whole ? GroupedSide::full : id_of(atom)});
+      result.linear.push_back({place, place + 1, whole ? GroupedSide::full : places_.of(atom)});
     }
     std::sort(result.linear.begin(), result.linear.end(),
               [](const Piece& a, const Piece& b) { return a.first < b.first; });
@@ -214,7 +200,7 @@ class Grouping {
             atom[n % tile_size] = column;
             any = any || column;
           }
-          ids.push_back(any ? id_of(atom) : GroupedSide::none);
+          ids.push_back(any ? places_.of(atom) : GroupedSide::none);
         }
       add_entry(static_cast<int64_t>(to_.lists.size()), 0, static_cast<int64_t>(count), ids);
       for (size_t n = 0; n < count; ++n) to_.lists.push_back(order[from + n].second);
@@ -225,7 +211,7 @@ class Grouping {
   const SideMap& side_;
   const int64_t owners_, others_;
   GroupedSide& to_;
-  std::unordered_map<uint64_t, std::vector<int32_t>> ids_;
+  AtomPlaces places_;
   std::vector<int64_t> visitors_, lowest_;  // of blocks: how many more than of the one before; the first
 };
 

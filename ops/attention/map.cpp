@@ -4,7 +4,6 @@
 #include <bit>
 #include <limits>
 #include <numeric>
-#include <unordered_map>
 
 #include "torus/core/parallel.h"
 #include "torus/ops/attention/mask.h"
@@ -199,19 +198,10 @@ class Builder {
         into.visits.push_back(
             {block.kind, first, block.count,
              block.kind == Visit::Kind::interval ? -1 : static_cast<int64_t>(into.atom_ids.size())});
-      if (block.kind != Visit::Kind::interval) into.atom_ids.push_back(block.full ? -1 : id_of(block.atom));
+      if (block.kind != Visit::Kind::interval)
+        into.atom_ids.push_back(block.full ? -1 : places_.of(block.atom));
     }
     into.first_visit.push_back(static_cast<int64_t>(into.visits.size()));
-  }
-
-  int32_t id_of(const Atom& atom) {
-    auto& same_hash = ids_[hash(atom)];
-    for (int32_t id : same_hash)
-      if (map_->atoms[static_cast<size_t>(id)] == atom) return id;
-    const auto id = static_cast<int32_t>(map_->atoms.size());
-    map_->atoms.push_back(atom);
-    same_hash.push_back(id);
-    return id;
   }
 
   // Greedy: a tile takes the first colour that no tile before it with a common query has. Beyond 64 colours
@@ -246,10 +236,24 @@ class Builder {
   const MaskRule& rule_;
   MaskShape shape_;
   std::shared_ptr<MaskMap> map_ = std::make_shared<MaskMap>();
-  std::unordered_map<uint64_t, std::vector<int32_t>> ids_;
+  AtomPlaces places_{map_->atoms};
 };
 
 }  // namespace
+
+AtomPlaces::AtomPlaces(std::vector<Atom>& atoms) : atoms_(atoms) {
+  for (size_t i = 0; i < atoms.size(); ++i) same_hash_[hash(atoms[i])].push_back(static_cast<int32_t>(i));
+}
+
+int32_t AtomPlaces::of(const Atom& atom) {
+  auto& same_hash = same_hash_[hash(atom)];
+  for (int32_t place : same_hash)
+    if (atoms_[static_cast<size_t>(place)] == atom) return place;
+  const auto place = static_cast<int32_t>(atoms_.size());
+  atoms_.push_back(atom);
+  same_hash.push_back(place);
+  return place;
+}
 
 std::span<const int64_t> SideMap::owners(int64_t tile, int64_t total,
                                          std::array<int64_t, tile_size>& space) const {

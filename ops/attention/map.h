@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "torus/ops/attention/mask_rule.h"
@@ -41,6 +42,19 @@ struct SideMap {
   }
   /// The owners of a tile, given how many there are in all. Puts tokens of a linear order into `space`.
   std::span<const int64_t> owners(int64_t tile, int64_t total, std::array<int64_t, tile_size>& space) const;
+};
+
+/// A dictionary of atoms: each has one place.
+class AtomPlaces {
+ public:
+  /// `atoms`, which must outlive this, may hold some already.
+  explicit AtomPlaces(std::vector<Atom>& atoms);
+  /// The place of an atom, which is added if it is new.
+  int32_t of(const Atom& atom);
+
+ private:
+  std::vector<Atom>& atoms_;
+  std::unordered_map<uint64_t, std::vector<int32_t>> same_hash_;
 };
 
 struct MaskMap {
