@@ -458,10 +458,18 @@ __device__ inline void write_note(BlockNote<tiles, width>& note, const int32_t* 
   note.last = last;
 }
 
+/// The 64 of a block that a product reads in place of the i-th 64, of which a tile of owners may see nothing:
+/// then its factors are 0, and what they multiply must be finite, as is what the tile sees.
+template <int width>
+__device__ inline int seen_64(const int32_t (&ids)[width], int i) {
+  return width == 2 && ids[i] == torus::detail::GroupedSide::none ? 1 - i : i;
+}
+
 /// What a warp group's tile sees of a block.
 template <int width>
 struct Allowed {
   uint32_t word[width];  // of each 64 others: bit 4 j + 2 h + c, as accumulators
+  int seen[width];       // see seen_64
   bool visits, masked;   // any pair; not all of them
 
   template <int tiles>
@@ -471,6 +479,7 @@ struct Allowed {
 #pragma unroll
     for (int i = 0; i < width; ++i) {
       const int32_t id = note.ids[tile][i];
+      seen[i] = seen_64(note.ids[tile], i);
       visits |= id != torus::detail::GroupedSide::none;
       masked |= id != torus::detail::GroupedSide::full;
       word[i] = id == torus::detail::GroupedSide::full ? ~0u

@@ -331,14 +331,26 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
       publish_stores();
       sync_at(1, 128 * consumers);  // both halves of the gradients of scores are there
       float dq[32];
+      bool nobody;
       {
-        // 64 queries by 64 columns a warp group.
+        // 64 queries by 64 columns a warp group. Keys that no query of these sees are left out: they may be
+        // NaN.
+        const int sub = halves == 2 ? me : 0;
+        const bool seen[2] = {note.ids[0][sub] != GroupedSide::none, note.ids[1][sub] != GroupedSide::none};
+        nobody = uniform(!seen[0] && !seen[1]);
         const uint64_t left = descriptor(ds_block + (halves == 2 ? me * keys * 128 : 0));
         const uint64_t right = descriptor(k_tile + (halves == 2 ? 0 : me * keys * 128));
-        begin_products();
+        const auto add = [&](int from, auto count) {
 #pragma unroll
-        for (int kk = 0; kk < keys / 16; ++kk)
-          multiply<T, Major::mn, Major::mn>(dq, further(left, kk * 2048), further(right, kk * 2048), kk > 0);
+          for (int kk = 0; kk < decltype(count)::value; ++kk)
+            multiply<T, Major::mn, Major::mn>(dq, further(left, (from + kk) * 2048),
+                                              further(right, (from + kk) * 2048), kk > 0);
+        };
+        begin_products();
+        if (uniform(seen[0] && seen[1]))
+          add(0, std::integral_constant<int, 8>{});
+        else
+          add(seen[1] ? 4 : 0, std::integral_constant<int, 4>{});
         end_products();
       }
       begin_products();
@@ -346,6 +358,9 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
       wait_for_products<1>();
       hold(dq);
       hold(dv);
+      if (nobody)
+#pragma unroll
+        for (int i = 0; i < 32; ++i) dq[i] = 0;
       // The next scores, while this block is finished; after the last block, of whatever is there.
       stage.next();
       if (!last) shared.q_full[stage.index].wait(stage.parity);

@@ -222,6 +222,7 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
     float top[2] = {-infinity, -infinity}, total[2] = {0, 0};
     bool pending = false;   // whether there are weights that wait for their values
     Stage<stages> v_stage;  // where these are
+    int seen[halves];       // and which of these the weights are for
 
     const auto products_of_scores = [&](int at) {
       const uint64_t k_block = descriptor(k_blocks + at * S::block_bytes);
@@ -233,11 +234,13 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
     const auto products_of_values = [&](int at, bool accumulate) {
 #pragma unroll
       for (int part = 0; part < out_parts; ++part) {
-        const uint64_t v_block =
-            descriptor(v_blocks + at * S::block_bytes + part * 2 * keys * 128, keys * 128);
 #pragma unroll
-        for (int kk = 0; kk < keys / 16; ++kk)
-          multiply<T, Major::mn>(out[part], weights[kk], further(v_block, kk * 2048), accumulate || kk > 0);
+        for (int kk = 0; kk < keys / 16; ++kk) {
+          const uint64_t v_block = descriptor(
+              v_blocks + at * S::block_bytes + part * 2 * keys * 128 + seen[kk / 4] * 8192, keys * 128);
+          multiply<T, Major::mn>(out[part], weights[kk], further(v_block, kk % 4 * 2048),
+                                 accumulate || kk > 0);
+        }
       }
     };
     bool filled = false;  // whether `out` holds anything
@@ -364,6 +367,8 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
       pack_weights();
       pending = true;
       v_stage = stage;
+#pragma unroll
+      for (int i = 0; i < halves; ++i) seen[i] = allowed.seen[i];
     }
     if (pending) finish();
     if (!filled)

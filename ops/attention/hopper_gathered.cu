@@ -208,10 +208,11 @@ __global__ void __launch_bounds__(threads, 1) gathered_backward(const __grid_con
         ds[kk][e] = pack<T>(dp[i], dp[i + 1]);
       }
     const auto down = [&](float(&c)[width / 2], const uint32_t(&left)[others / 16][4], const char* block) {
-      const uint64_t right = descriptor(block, others * 128);
 #pragma unroll
       for (int kk = 0; kk < others / 16; ++kk)
-        multiply<T, Major::mn>(c, left[kk], further(right, kk * 2048), 1);
+        multiply<T, Major::mn>(
+            c, left[kk],
+            further(descriptor(block + allowed.seen[kk / 4] * 8192, others * 128), kk % 4 * 2048), 1);
       end_products();
     };
     begin_products();

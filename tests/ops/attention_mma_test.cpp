@@ -351,6 +351,42 @@ TEST_P(CudaMma, Biases) {
   check_both(capped);
 }
 
+// NaN in keys and values of a whole tile that a tile of queries does not see changes nothing for it.
+TEST_P(CudaMma, NaNInMaskedTiles) {
+  for (int64_t width : {64, 128, 256})
+    for (const auto& [name, mask] :
+         {std::pair<std::string, Mask>{"documents", document({64, 128, 64, 64, 64})},
+          {"padding", padding({64, 64})},
+          {"lambda", Mask::from([](Query q, Key k) {
+             return q.token / 64 != 1 && k.token / 64 != 1 && (q.token + k.token) % 3 != 0;
+           })}}) {
+      const bool padded = name == "padding";
+      const Case c{.name = name,
+                   .batch = 2,
+                   .queries = 384,
+                   .keys = 384,
+                   .width = width,
+                   .value_width = width,
+                   .mask = mask};
+      Operands o = random_operands(c, bf16);
+      const Results clean = run(c, o, bf16, cuda, GetParam());
+      const int64_t first = 64, last = padded ? 384 : name == "documents" ? 192 : 128;
+      for (Tensor* x : {&o.k, &o.v}) x->slice(2, first, last).fill_(std::numeric_limits<double>::quiet_NaN());
+      const Results dirty = run(c, o, bf16, cuda, GetParam());
+      for (const auto& [what, x, y] : {std::tuple{"out", &clean.out, &dirty.out},
+                                       {"dq", &clean.dq, &dirty.dq},
+                                       {"dk", &clean.dk, &dirty.dk},
+                                       {"dv", &clean.dv, &dirty.dv}}) {
+        SCOPED_TRACE(name + " " + what + " D " + std::to_string(width));
+        const auto rows = [&](const Tensor& t, int64_t from, int64_t to) {
+          return t.slice(2, from, to).to_vector<double>();
+        };
+        EXPECT_EQ(rows(*x, 0, first), rows(*y, 0, first));
+        EXPECT_EQ(rows(*x, last, 384), rows(*y, last, 384));
+      }
+    }
+}
+
 // Keys may add to dQ in any order.
 TEST_P(CudaMma, Unordered) {
   for (int64_t d : {64, 37, 128})
