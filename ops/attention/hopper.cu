@@ -133,7 +133,8 @@ GroupedTable grouped_table(const AttentionProblem& p, Side side, int group, int 
 std::string refusal(const AttentionProblem& p) {
   if (p.q.device().kind != DeviceKind::cuda) return "the tensors are not in device memory";
   if (p.q.dtype() != f16 && p.q.dtype() != bf16) return "it takes f16 and bf16 alone";
-  if (std::max(p.width(), p.value_width()) > 256) return "it takes widths of at most 256";
+  if (std::min(p.width(), p.value_width()) == 0 || std::max(p.width(), p.value_width()) > 256)
+    return "it takes widths from 1 to 256";
   const cudaDeviceProp& device = properties(p.q.device());
   if (device.major != 9) return "the device is not of sm_90";
   if (!encoder()) return "the driver knows no tensor maps";

@@ -422,40 +422,58 @@ __device__ inline void gather(char* to, const T* head, int64_t stride, int colum
   }
 }
 
-/// Goes through what a group visits, by a warp group that copies it: use(entry, whether the entry ends,
-/// whether the group ends, token of the lane's row), where the lane's row is warp * rows / 4 + lane.
+/// Goes through what a group visits, by a warp group that copies it: use(word, whether the entry ends,
+/// whether the group ends, token of the lane's row), where lane i holds word i of the entry, and the lane's
+/// row is warp * rows / 4 + lane. Words are read two entries ahead and tokens one block: a block that waits
+/// for neither is copied as soon as there is room for it.
 template <int rows, int stride, class Use>
 __device__ inline void walk_rows(const GroupedView& map, int64_t group, const Use& use) {
   const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
   const int row = thread / 32 * (rows / 4) + lane;
-  const int32_t *entry = map.entries + int64_t{map.first[group]} * stride, *const end =
-                                                                               map.entries +
-                                                                               int64_t{map.first[group + 1]} *
-                                                                                   stride;
-  const auto token_of = [&](const int32_t* words, int32_t n) -> int32_t {
-    const int32_t count = n >= words[1] - 1 ? words[2] : rows;
-    if (lane >= rows / 4 || row >= count) return -1;
-    return words[1] == 0 ? map.lists[words[0] + row] : words[0] + n * rows + row;
+  int32_t entry = map.first[group];
+  const int32_t end = map.first[group + 1];
+  const int32_t *const words = map.entries + lane, *const lists = map.lists + row;
+  const auto read = [&](int32_t which) -> int32_t {
+    return which < end && lane < stride ? words[int64_t{which} * stride] : 0;
   };
-  int32_t token = token_of(entry, 0);
-  for (int32_t n = 0; entry != end;) {
-    const bool ends = n >= entry[1] - 1;
-    const int32_t* const later = ends ? entry + stride : entry;
-    const int32_t later_n = ends ? 0 : n + 1;
-    const int32_t later_token =
-        later != end ? token_of(later, later_n) : -1;  // read while this one is copied
-    use(entry, ends, later == end, token);
-    entry = later, n = later_n, token = later_token;
+  int32_t word = read(entry), next_word = read(entry + 1);
+  const auto of_lane = [](int32_t value, int from) { return __shfl_sync(0xffffffffu, value, from); };
+  const auto token_of = [&](int32_t of, int32_t n) -> int32_t {
+    const int32_t first = of_lane(of, 0), blocks = of_lane(of, 1), left = of_lane(of, 2);
+    if (lane >= rows / 4 || row >= (n >= blocks - 1 ? left : rows)) return -1;
+    return blocks == 0 ? lists[first] : first + n * rows + row;
+  };
+  int32_t token = token_of(word, 0);
+  for (int32_t n = 0; entry < end;) {
+    const bool ends = n >= of_lane(word, 1) - 1;
+    int32_t later_word = word, later_n = n + 1;
+    if (ends) {
+      ++entry;
+      later_word = next_word, later_n = 0;
+      next_word = read(entry + 1);
+    }
+    const int32_t later_token = token_of(later_word, later_n);  // read while this block is copied
+    use(word, ends, entry == end, token);
+    word = later_word, n = later_n, token = later_token;
   }
 }
 
-/// Writes the note of a block of `rows` others.
+/// Writes the note of a block, by one thread.
 template <int tiles, int width>
 __device__ inline void write_note(BlockNote<tiles, width>& note, const int32_t* entry, bool ends, bool last) {
 #pragma unroll
   for (int i = 0; i < tiles * width; ++i) note.ids[i / width][i % width] = entry[3 + i];
   note.count = ends ? entry[2] : 64 * width;
   note.last = last;
+}
+/// The same by a warp whose lane i holds word i of the entry; then any lane may publish it.
+template <int tiles, int width>
+__device__ inline void write_note(BlockNote<tiles, width>& note, int32_t word, bool ends, bool last) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (lane == 0) note.last = last;
+  if (lane == 2) note.count = ends ? word : 64 * width;
+  if (lane >= 3 && lane < 3 + tiles * width) note.ids[(lane - 3) / width][(lane - 3) % width] = word;
+  __syncwarp();
 }
 
 /// The 64 of a block that a product reads in place of the i-th 64, of which a tile of owners may see nothing:

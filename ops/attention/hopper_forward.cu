@@ -135,12 +135,12 @@ __device__ inline void gather_tiles(const ForwardArguments& a, Shared<S>& shared
     const T* const k = a.k_rows.of<const T>(b, kv_head);
     const T* const v = a.v_rows.of<const T>(b, kv_head);
     walk_rows<S::keys, 3 + S::consumers * S::halves>(
-        map, group, [&](const int32_t* entry, bool ends, bool last, int32_t token) {
+        map, group, [&](int32_t word, bool ends, bool last, int32_t token) {
           const int at = stage.index;
           shared.k_empty[at].wait(stage.parity ^ 1);
-          if (thread == 0) {
-            write_note(shared.notes[at], entry, ends, last);
-            shared.k_full[at].arrive();
+          if (thread < 32) {
+            write_note(shared.notes[at], word, ends, last);
+            if (lane == 0) shared.k_full[at].arrive();
           }
           gather<T, width, S::keys>(k_blocks + at * S::block_bytes, k, a.k_rows.row, a.width, token);
           shared.k_full[at].arrive_after_copies();

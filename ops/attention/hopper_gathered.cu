@@ -92,14 +92,14 @@ __global__ void __launch_bounds__(threads, 1) gathered_backward(const __grid_con
       const T* const from2 = y2.of<const T>(b, other_head);
       const int64_t first_row = (b * a.heads + h) * a.queries;
       walk_rows<others, 3 + consumers * S::halves>(
-          a.maps.of(b, h), group, [&](const int32_t* entry, bool ends, bool last, int32_t token) {
+          a.maps.of(b, h), group, [&](int32_t word, bool ends, bool last, int32_t token) {
             const int at = stage.index;
             shared.empty[at].wait(stage.parity ^ 1);
-            if (thread == 0) {
+            if (thread < 32) {
               auto& note = shared.notes[at];
-              write_note(note, entry, ends, last && h == last_head - 1);
-              note.member = static_cast<int32_t>(h - first_head);
-              shared.full[at].arrive();
+              if (lane == 0) note.member = static_cast<int32_t>(h - first_head);
+              write_note(note, word, ends, last && h == last_head - 1);
+              if (lane == 0) shared.full[at].arrive();
             }
             if (keys_own && lane < others / 4) {
               const int row = thread / 32 * (others / 4) + lane;

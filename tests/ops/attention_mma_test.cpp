@@ -7,7 +7,7 @@
 #include <functional>
 #include <limits>
 
-#include "ops/measure.h"
+#include "ops/attention_cases.h"
 #include "torus/autograd/tape.h"
 #include "torus/ops/attention/attention.h"
 #include "torus/ops/ops.h"
@@ -34,12 +34,12 @@ class CudaMma : public testing::TestWithParam<Backend> {
 INSTANTIATE_TEST_SUITE_P(Backends, CudaMma, testing::Values(Backend::cuda_mma, Backend::hopper),
                          [](const auto& backend) { return std::string(name(backend.param)); });
 
-enum class Layout { heads_first, tokens_first, unaligned };
+enum class Layout { heads_first, tokens_first, unaligned, expanded };
 
 // Biases from a source of random numbers, on no device yet.
 using Biases = std::function<std::vector<AttentionBias>(DType, Device)>;
 
-struct Case {
+struct Problem {
   std::string name;
   int64_t batch = 1, heads = 2, kv_heads = 2, queries = 100, keys = 100, width = 64, value_width = 64;
   Mask mask = full();
@@ -48,16 +48,17 @@ struct Case {
   double size = 1;  // of q and k
   Biases biases = {};
   Layout layout = Layout::heads_first;
-  bool with_lse = true, deterministic = true;
+  bool with_out = true, with_lse = true, deterministic = true;
 };
 
 struct Operands {
   Tensor q, k, v, d_out, d_lse;
 };
 
-// f64 values that `dtype` can hold.
-Operands random_operands(const Case& c, DType dtype) {
-  Generator g(17);
+// f64 values that `dtype` can hold, others each time.
+Operands random_operands(const Problem& c, DType dtype) {
+  static uint64_t seed = 17;
+  Generator g(seed++);
   const auto make = [&](int64_t h, int64_t n, int64_t d, double size) {
     return randn({c.batch, h, n, d}, 0, size, f64, g).to(dtype).to(f64);
   };
@@ -74,16 +75,29 @@ struct Results {
 Tensor laid_out(const Tensor& x, Layout layout) {
   if (layout == Layout::heads_first) return x;
   if (layout == Layout::tokens_first) return x.transpose(1, 2).contiguous().transpose(1, 2);
+  if (layout == Layout::expanded) return x.slice(1, 0, 1).expand(x.shape());
   Tensor wide = Tensor::zeros({x.size(0), x.size(1), x.size(2), x.size(3) + 3}, x.dtype(), x.device());
   Tensor view = wide.slice(3, 1, 1 + x.size(3));
   view.copy_(x);
   return view;
 }
 
-Results run(const Case& c, const Operands& o, DType dtype, Device device, Backend backend) {
+// Leaves NaN in the memory that results will be given.
+void poison(const Problem& c, DType dtype, Device device) {
+  std::vector<Tensor> held;
+  for (const auto& [heads, tokens, width] : {std::tuple{c.heads, c.queries, c.width},
+                                             {c.heads, c.queries, c.value_width},
+                                             {c.kv_heads, c.keys, c.width},
+                                             {c.kv_heads, c.keys, c.value_width}})
+    held.push_back(Tensor::full({c.batch, heads, tokens, width}, std::numeric_limits<double>::quiet_NaN(),
+                                dtype, device));
+}
+
+Results run(const Problem& c, const Operands& o, DType dtype, Device device, Backend backend) {
   const auto there = [&](const Tensor& x) { return laid_out(x.to(dtype).to(device), c.layout); };
   Tape tape;
   const Variable q(there(o.q), true), k(there(o.k), true), v(there(o.v), true);
+  poison(c, dtype, device);
   Generator generator(5);
   const std::vector<AttentionBias> biases = c.biases ? c.biases(dtype, device) : std::vector<AttentionBias>{};
   const auto [out, lse] = attention(q, k, v,
@@ -97,7 +111,8 @@ Results run(const Case& c, const Operands& o, DType dtype, Device device, Backen
                                      .generator = &generator});
   Results r{out.value().to(cpu), lse.value().to(cpu), {}, {}, {}, {}};
   if (out.requires_grad())
-    tape.backward({out, lse}, {there(o.d_out), c.with_lse ? o.d_lse.to(lse.dtype()).to(device) : Tensor()});
+    tape.backward({out, lse}, {c.with_out ? there(o.d_out) : Tensor(),
+                               c.with_lse ? o.d_lse.to(lse.dtype()).to(device) : Tensor()});
   r.dq = q.grad(), r.dk = k.grad(), r.dv = v.grad();
   for (const AttentionBias& bias : biases)
     if (bias.value().requires_grad()) r.d_bias.push_back(bias.value().grad());
@@ -105,12 +120,12 @@ Results run(const Case& c, const Operands& o, DType dtype, Device device, Backen
 }
 
 // What hopper leaves to others.
-bool hopper_runs(const Case& c) {
+bool hopper_runs(const Problem& c) {
   return c.scale.value_or(1) > 1e-30 && c.softcap == 0 && c.dropout == 0 && !c.biases && c.width % 8 == 0 &&
          c.value_width % 8 == 0 && c.layout != Layout::unaligned;
 }
 
-void check_case(const Case& c, DType dtype) {
+void check_case(const Problem& c, DType dtype) {
   SCOPED_TRACE(c.name + " in " + name(dtype));
   const Backend backend = CudaMma::GetParam();
   if (backend == Backend::hopper && !hopper_runs(c)) {
@@ -127,8 +142,11 @@ void check_case(const Case& c, DType dtype) {
   const double noise = 64 * 0x1p-24 * norm(o.d_out) * norm(o.v) * scale;
   const auto near = [&](const char* what, const Tensor& x, const Tensor& y, const Tensor& z, const Tensor& w,
                         double floor) {
-    ASSERT_EQ(x.defined(), z.defined()) << what;
-    if (!x.defined()) return;
+    if (!z.defined()) {  // nothing depends on it
+      EXPECT_TRUE(!x.defined() || norm(x) == 0) << what;
+      return;
+    }
+    ASSERT_TRUE(x.defined()) << what;
     ASSERT_EQ(x.shape(), z.shape()) << what;
     if (c.deterministic) {
       EXPECT_EQ(x.to_vector<double>(), w.to_vector<double>()) << what << " differs from run to run";
@@ -152,7 +170,7 @@ void check_case(const Case& c, DType dtype) {
       << "lse";
 }
 
-void check_both(const Case& c) {
+void check_both(const Problem& c) {
   check_case(c, f16);
   check_case(c, bf16);
 }
@@ -167,7 +185,10 @@ TEST_P(CudaMma, Lengths) {
 }
 
 TEST_P(CudaMma, Widths) {
-  for (int64_t d : {1, 8, 16, 33, 40, 64, 72, 80, 96, 128, 160, 256})
+  for (int64_t d = 8; d <= 256; d += 8)
+    check_case({.name = "D " + std::to_string(d), .width = d, .value_width = d, .mask = causal()},
+               d % 16 ? f16 : bf16);
+  for (int64_t d : {1, 33, 64, 128, 256})
     check_both({.name = "D " + std::to_string(d), .width = d, .value_width = d, .mask = causal()});
   check_both({.name = "D 64, Dv 128", .width = 64, .value_width = 128});
   check_both({.name = "D 192, Dv 128", .width = 192, .value_width = 128});
@@ -176,23 +197,30 @@ TEST_P(CudaMma, Widths) {
 }
 
 TEST_P(CudaMma, Layouts) {
-  for (Layout layout : {Layout::tokens_first, Layout::unaligned})
+  for (Layout layout : {Layout::tokens_first, Layout::unaligned, Layout::expanded})
     for (int64_t d : {64, 72, 130})
       check_both({.name = "D " + std::to_string(d), .width = d, .value_width = d, .layout = layout});
+}
+
+TEST_P(CudaMma, OneOutputAlone) {
+  for (const Mask& mask : {causal(), neighborhood({.grid = {5, 4, 5}, .window = {3}, .boundary = {wrap}})}) {
+    check_both({.name = "out", .mask = mask, .with_lse = false});
+    check_both({.name = "lse", .mask = mask, .with_out = false});
+  }
 }
 
 // Enough matrices that two tiles of queries share a block of threads.
 TEST_P(CudaMma, PairsOfTiles) {
   const auto make = [](const char* name, const Mask& mask, int64_t queries = 320, int64_t width = 64) {
-    return Case{.name = name,
-                .batch = 4,
-                .heads = 24,
-                .kv_heads = 24,
-                .queries = queries,
-                .keys = 320,
-                .width = width,
-                .value_width = width,
-                .mask = mask};
+    return Problem{.name = name,
+                   .batch = 4,
+                   .heads = 24,
+                   .kv_heads = 24,
+                   .queries = queries,
+                   .keys = 320,
+                   .width = width,
+                   .value_width = width,
+                   .mask = mask};
   };
   check_case(make("full", full()), bf16);
   check_case(make("full, d 128", full(), 193, 128), bf16);
@@ -207,13 +235,13 @@ TEST_P(CudaMma, PairsOfTiles) {
 
 TEST_P(CudaMma, Masks) {
   const auto make = [](const char* name, const Mask& mask, int64_t queries = 200, int64_t keys = 200) {
-    return Case{.name = name,
-                .batch = 2,
-                .queries = queries,
-                .keys = keys,
-                .width = 32,
-                .value_width = 32,
-                .mask = mask};
+    return Problem{.name = name,
+                   .batch = 2,
+                   .queries = queries,
+                   .keys = keys,
+                   .width = 32,
+                   .value_width = 32,
+                   .mask = mask};
   };
   check_both(make("causal", causal()));
   check_both(make("causal, top left, more queries", causal(Align::top_left), 130, 65));
@@ -240,7 +268,7 @@ TEST_P(CudaMma, Neighborhoods) {
                        std::vector<Boundary> boundary, std::vector<int64_t> dilation = {}) {
     int64_t n = 1;
     for (int64_t side : grid) n *= side;
-    return Case{
+    return Problem{
         .name = name,
         .queries = n,
         .keys = n,
@@ -259,24 +287,40 @@ TEST_P(CudaMma, Neighborhoods) {
   }
   check_both(make("mixed", {6, 7, 5}, {3, 3, 3}, {wrap, shift, shrink}));
   // More blocks than are copied ahead, and more tiles than multiprocessors.
-  Case wide = make("wide", {12, 10, 12}, {7, 7, 7}, {wrap});
+  Problem wide = make("wide", {12, 10, 12}, {7, 7, 7}, {wrap});
   wide.batch = 3, wide.heads = wide.kv_heads = 8;
   wide.width = wide.value_width = 64;
   check_case(wide, bf16);
   wide.width = wide.value_width = 128;
   check_case(wide, f16);
-  Case valid_case = make("valid", {6, 6, 6}, {3, 3, 3}, {shift});
+  Problem valid_case = make("valid", {6, 6, 6}, {3, 3, 3}, {shift});
   valid_case.mask =
       neighborhood({.grid = {6, 6, 6}, .window = {3}, .boundary = {valid}, .key_grid = {8, 8, 8}});
   valid_case.keys = 512;
   check_both(valid_case);
-  Case lambda = make("lambda on a grid", {8, 8, 4}, {3}, {shift});
+  Problem lambda = make("lambda on a grid", {8, 8, 4}, {3}, {shift});
   lambda.mask = Mask::from(
       [](Query q, Key k) {
         return std::abs(q.coord[0] - k.coord[0]) + std::abs(q.coord[1] - k.coord[1]) < 3;
       },
       {.grid = {8, 8, 4}});
   check_both(lambda);
+}
+
+// Combinations of masks: tiles that list tokens beside runs, a map for each head or batch element.
+TEST_P(CudaMma, RandomMasks) {
+  for (uint64_t seed = 0; seed < 60; ++seed) {
+    MaskMaker maker(seed);
+    Problem c;
+    c.batch = 1 + maker.below(2);
+    const auto made = maker.any(c.batch);
+    c.name = std::to_string(seed) + ": " + made.text, c.mask = made.mask, c.queries = made.queries,
+    c.keys = made.keys;
+    c.kv_heads = 1 + maker.below(2), c.heads = c.kv_heads * (1 + maker.below(2));
+    c.width = 8 * (1 + maker.below(16)), c.value_width = maker.below(2) ? c.width : 8 * (1 + maker.below(16));
+    c.deterministic = maker.below(3) > 0;
+    check_case(c, seed % 2 ? f16 : bf16);
+  }
 }
 
 TEST_P(CudaMma, GroupedHeads) {
@@ -326,7 +370,7 @@ Variable random_bias(const Shape& shape, DType dtype, Device device, bool differ
 TEST_P(CudaMma, Biases) {
   const int64_t n = 120;  // a grid of 4 x 5 x 6
   const auto with = [&](const char* name, Biases biases) {
-    return Case{
+    return Problem{
         .name = name, .batch = 2, .queries = n, .keys = n, .mask = causal(), .biases = std::move(biases)};
   };
   check_both(with("dense, of all scores", [](DType dtype, Device device) {
@@ -344,7 +388,7 @@ TEST_P(CudaMma, Biases) {
     return std::vector{alibi(alibi_slopes(2).to(device)),
                        AttentionBias(random_bias({2, 2, n, n}, dtype, device, true))};
   }));
-  Case capped = with("softcap below a bias", [](DType dtype, Device device) {
+  Problem capped = with("softcap below a bias", [](DType dtype, Device device) {
     return std::vector{AttentionBias(random_bias({2, 2, n, n}, dtype, device, true))};
   });
   capped.softcap = 2, capped.dropout = 0.1;
@@ -361,13 +405,13 @@ TEST_P(CudaMma, NaNInMaskedTiles) {
              return q.token / 64 != 1 && k.token / 64 != 1 && (q.token + k.token) % 3 != 0;
            })}}) {
       const bool padded = name == "padding";
-      const Case c{.name = name,
-                   .batch = 2,
-                   .queries = 384,
-                   .keys = 384,
-                   .width = width,
-                   .value_width = width,
-                   .mask = mask};
+      const Problem c{.name = name,
+                      .batch = 2,
+                      .queries = 384,
+                      .keys = 384,
+                      .width = width,
+                      .value_width = width,
+                      .mask = mask};
       Operands o = random_operands(c, bf16);
       const Results clean = run(c, o, bf16, cuda, GetParam());
       const int64_t first = 64, last = padded ? 384 : name == "documents" ? 192 : 128;
@@ -405,6 +449,36 @@ TEST_P(CudaMma, Unordered) {
               .deterministic = false});
 }
 
+TEST_P(CudaMma, RepeatsHaveTheSameBits) {
+  for (const auto& [name, mask] :
+       {std::pair<std::string, Mask>{"causal", causal()},
+        {"documents", document({100, 300, 600}) & causal()},
+        {"window", neighborhood({.grid = {10, 10, 10}, .window = {5}, .boundary = {wrap}})}})
+    for (int64_t width : {64, 128}) {
+      const Problem c{.name = name,
+                      .batch = 2,
+                      .heads = 8,
+                      .kv_heads = 4,
+                      .queries = 1000,
+                      .keys = 1000,
+                      .width = width,
+                      .value_width = width,
+                      .mask = mask};
+      const Operands o = random_operands(c, bf16);
+      const Results first = run(c, o, bf16, cuda, GetParam());
+      for (int again = 1; again < 100; ++again) {
+        const Results r = run(c, o, bf16, cuda, GetParam());
+        for (const auto& [what, x, y] : {std::tuple{"out", &first.out, &r.out},
+                                         {"lse", &first.lse, &r.lse},
+                                         {"dq", &first.dq, &r.dq},
+                                         {"dk", &first.dk, &r.dk},
+                                         {"dv", &first.dv, &r.dv}})
+          ASSERT_TRUE(x->to_vector<double>() == y->to_vector<double>())
+              << name << " D " << width << ": " << what << " of run " << again;
+      }
+    }
+}
+
 TEST_P(CudaMma, ManyMatrices) {
   check_case({.name = "70000 heads",
               .batch = 350,
@@ -436,7 +510,7 @@ TEST_P(CudaMma, NoTokens) {
 // One gradient alone takes other kernels than all together; the values must not change.
 TEST_P(CudaMma, EachGradientAlone) {
   for (int64_t width : {64, 256}) {
-    const Case c{.name = "", .width = width, .value_width = width, .mask = causal()};
+    const Problem c{.name = "", .width = width, .value_width = width, .mask = causal()};
     const Operands o = random_operands(c, bf16);
     const Results all = run(c, o, bf16, cuda, GetParam());
     for (int wanted = 0; wanted < 3; ++wanted) {
