@@ -138,8 +138,7 @@ std::string refusal(const AttentionProblem& p) {
   const cudaDeviceProp& device = properties(p.q.device());
   if (device.major != 9) return "the device is not of sm_90";
   if (!encoder()) return "the driver knows no tensor maps";
-  if (!(p.scale > 1e-30) || p.softcap > 0 || !p.bias.empty() || p.dropout.active())
-    return "it takes a positive scale, without biases, softcap and dropout";
+  if (p.bias.size() > mma::max_terms) return "it takes at most 4 biases";
   if (!mma::packs(p.q) || !mma::packs(p.k) || !mma::packs(p.v))
     return "rows of q, k and v must start at multiples of 16 bytes";
   if (p.mask.rule().packed()) return "lengths of documents are known to the device alone";

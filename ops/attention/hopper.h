@@ -412,7 +412,7 @@ __device__ inline void gather(char* to, const T* head, int64_t stride, int colum
   const uint32_t place = shared_address(to) + (thread / 32 * (rows / 4) + first) * 128;
   const uint32_t even = place + (chunk ^ first) * 16, odd = place + (chunk ^ (first + 4)) * 16;
   token = max(token, 0);
-#pragma unroll
+#pragma unroll 2
   for (int i = 0; i < rows / 4; i += 4) {  // eight lanes a row, four rows at once
     const char* const from = base + int64_t{__shfl_sync(0xffffffffu, token, first + i)} * (stride * 2);
 #pragma unroll

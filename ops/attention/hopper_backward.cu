@@ -481,7 +481,8 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
 
 void run_backward(const AttentionProblem& p, AttentionGradients& g) {
   const int width = mma::padded_width(p);
-  if (p.batch() * p.heads() * p.queries() * p.keys() == 0 || width > 128) return mma::run_backward(p, g);
+  if (p.batch() * p.heads() * p.queries() * p.keys() == 0 || width > 128 || mma::HostScores(p, {}).general)
+    return mma::run_backward(p, g);
   const GroupedTable maps = grouped_table(p, Side::key, consumers, width == 64 ? 2 : 1);
   if (!maps.gathers && p.deterministic && !maps.contiguous) return mma::run_backward(p, g);
   // What is not wanted is made all the same: the others come from the same numbers.

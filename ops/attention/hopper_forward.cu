@@ -7,6 +7,7 @@
 
 namespace torus::gpu::hopper {
 
+using torus::detail::AttentionDropout;
 using torus::detail::AttentionProblem;
 using torus::detail::Side;
 
@@ -21,20 +22,21 @@ struct ForwardArguments {
   float* lse;
   int64_t heads, group, queries;  // group: query heads that share keys
   int width, value_width;
-  float scale;
+  mma::ScoreArguments scores;
   int32_t* taken;  // how many tiles were taken beyond the first of each block of threads; null: every n-th is
                    // its own
   GroupedTable maps;
   mma::Schedule schedule;
 };
 
-// Queries a warp group: 64. `consumers` warp groups; keys at a time.
-template <int width, bool gathers>
+// Queries a warp group: 64. `consumers` warp groups; keys at a time. `general`: scores are more than products
+// times a positive scale; what makes them wants registers.
+template <int width, bool gathers, bool general>
 struct Shape {
-  static constexpr int consumers = width == 64 && !gathers ? 3 : 2;
-  static constexpr int halves = width == 256 ? 1 : 2;
+  static constexpr int consumers = width == 64 && !gathers && !general ? 3 : 2;
+  static constexpr int halves = width == 256 || general ? 1 : 2;
   static constexpr int keys = 64 * halves;
-  static constexpr int stages = gathers && width == 64 ? 4 : 2;
+  static constexpr int stages = width == 64 && gathers ? 4 : general && width < 256 ? 4 : 2;
   static constexpr int q_stages = width == 256 ? 1 : 2;
   static constexpr int threads = 128 * (consumers + 1);
   static constexpr int panels = width / 64;
@@ -49,6 +51,7 @@ struct Shared {
       v_empty[S::stages];
   BlockNote<S::consumers, S::halves> notes[S::stages];
   int32_t group[S::q_stages], matrix[S::q_stages];  // whose queries are there; group -1: no more
+  int32_t tokens[S::stages][S::keys];               // of general scores, if they are gathered
 };
 
 // Copies boxes, by one thread.
@@ -92,6 +95,7 @@ __device__ inline void copy_tiles(const ForwardArguments& a, Shared<S>& shared, 
         const int at = stage.index;
         shared.k_empty[at].wait(stage.parity ^ 1);
         write_note(shared.notes[at], entry, n == blocks - 1, n == blocks - 1 && entry + stride == end);
+        shared.notes[at].first = first;
         shared.k_full[at].arrive_and_expect(S::block_bytes);
 #pragma unroll
         for (int panel = 0; panel < S::panels; ++panel)
@@ -110,7 +114,7 @@ __device__ inline void copy_tiles(const ForwardArguments& a, Shared<S>& shared, 
 }
 
 // Copies rows by index, by a warp group.
-template <class T, int width, class S>
+template <class T, int width, bool general, class S>
 __device__ inline void gather_tiles(const ForwardArguments& a, Shared<S>& shared, char* q_tiles,
                                     char* k_blocks, char* v_blocks) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
@@ -138,10 +142,10 @@ __device__ inline void gather_tiles(const ForwardArguments& a, Shared<S>& shared
         map, group, [&](int32_t word, bool ends, bool last, int32_t token) {
           const int at = stage.index;
           shared.k_empty[at].wait(stage.parity ^ 1);
-          if (thread < 32) {
-            write_note(shared.notes[at], word, ends, last);
-            if (lane == 0) shared.k_full[at].arrive();
-          }
+          if (general && lane < S::keys / 4) shared.tokens[at][thread / 32 * (S::keys / 4) + lane] = token;
+          if (thread < 32) write_note(shared.notes[at], word, ends, last);
+          if (general) __syncwarp();
+          if (lane == 0 && (general || thread == 0)) shared.k_full[at].arrive();
           gather<T, width, S::keys>(k_blocks + at * S::block_bytes, k, a.k_rows.row, a.width, token);
           shared.k_full[at].arrive_after_copies();
           shared.v_empty[at].wait(stage.parity ^ 1);
@@ -152,10 +156,10 @@ __device__ inline void gather_tiles(const ForwardArguments& a, Shared<S>& shared
   }
 }
 
-template <class T, int width, bool gathers>
-__global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
+template <class T, int width, bool gathers, bool general>
+__global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
     forward(const __grid_constant__ ForwardArguments a) {
-  using S = Shape<width, gathers>;
+  using S = Shape<width, gathers, general>;
   constexpr int consumers = S::consumers, halves = S::halves, keys = S::keys, stages = S::stages;
   static_assert(S::panels * 64 == width);
   extern __shared__ char raw_memory[];
@@ -172,7 +176,8 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
     for (int i = 0; i < S::q_stages; ++i)
       shared.q_full[i].init(copying), shared.q_empty[i].init(4 * consumers);
     for (int i = 0; i < stages; ++i) {
-      shared.k_full[i].init(gathers ? copying + 1 : copying);  // + 1: the note is written
+      // + 1: the note is written; + 4: by each warp its tokens too.
+      shared.k_full[i].init(!gathers ? copying : general ? copying + 4 : copying + 1);
       shared.v_full[i].init(copying);
       shared.k_empty[i].init(4 * consumers), shared.v_empty[i].init(4 * consumers);
     }
@@ -183,7 +188,7 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
   if (role == 0) {
     give_registers<consumers == 3 ? 32 : gathers ? 40 : 24>();
     if constexpr (gathers)
-      gather_tiles<T, width>(a, shared, q_tiles, k_blocks, v_blocks);
+      gather_tiles<T, width, general>(a, shared, q_tiles, k_blocks, v_blocks);
     else if (thread == 0)
       copy_tiles(a, shared, q_tiles, k_blocks, v_blocks);
     return;
@@ -193,11 +198,11 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
   const int me = role - 1, in_group = thread % 128, lane = thread % 32;
   const bool speaks = lane == 0;  // for its warp
   constexpr int out_parts = width == 256 ? 2 : 1, out_size = width == 64 ? 32 : 64;
-  const float to_log2 = a.scale * log2_e;
+  const float scale = general ? 1 : a.scores.scale, to_log2 = scale * log2_e;
   const float slack = 8 / to_log2;  // weights may grow to 2^8 before sums are rescaled
   Stage<stages> stage;
   Stage<S::q_stages> q_stage;
-  constexpr bool in_turn = width == 64 && !gathers;
+  constexpr bool in_turn = width == 64 && !gathers && !general;
   if (in_turn && me == consumers - 1) arrive_at(1, 256);
 
   for (int64_t index = blockIdx.x;; index += gridDim.x, q_stage.next()) {
@@ -216,6 +221,15 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
     const auto heads = static_cast<uint32_t>(a.heads);
     const int64_t b = static_cast<uint32_t>(matrix) / heads, h = matrix - b * heads;
     const GroupedView& map = a.maps.of(b, h);
+    [[maybe_unused]] int64_t own[2];  // tokens of the lane's rows
+    [[maybe_unused]] uint32_t own_word[2];
+    if constexpr (general)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        own[half] = owner(map, map.tiles[group * consumers + me], in_group / 32 * 16 + lane / 4 + 8 * half,
+                          a.queries);
+        if (a.scores.dropout.active()) own_word[half] = a.scores.drawn().row_word(matrix, own[half]);
+      }
 
     float s[keys / 2], out[out_parts][out_size];
     uint32_t weights[keys / 16][4];
@@ -265,7 +279,16 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
     };
     // Scores become weights; what there was must be multiplied by `factor`, if the result is true.
     float factor[2];
-    const auto soften = [&](const Allowed<halves>& allowed) {
+    const auto soften = [&](const Allowed<halves>& allowed, [[maybe_unused]] int at) {
+      [[maybe_unused]] const auto key = [&](int j, int c) -> int64_t {
+        const int column = 8 * j + lane % 4 * 2 + c;
+        if constexpr (gathers) return shared.tokens[at][column];
+        return column < shared.notes[at].count ? shared.notes[at].first + column : -1;
+      };
+      if constexpr (general) {
+        uint32_t slope[8][2];
+        mma::finish_scores<T, true>(reinterpret_cast<float(&)[8][4]>(s), slope, a.scores, b, h, own, key);
+      }
       if (allowed.masked)
 #pragma unroll
         for (int i = 0; i < keys / 2; ++i)
@@ -301,6 +324,12 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
             float& weight = s[4 * j + 2 * half + c];
             weight = exp2_approx(fmaf(weight, to_log2, -base));
             total[half] += weight;
+            if constexpr (general)
+              if (a.scores.dropout.active()) {
+                const bool kept = AttentionDropout::mix(own_word[half], static_cast<uint32_t>(key(j, c))) >=
+                                  a.scores.threshold;
+                weight = kept ? weight * a.scores.keep_scale : 0;
+              }
           }
       }
       return grows;
@@ -319,16 +348,18 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
       const auto& note = shared.notes[stage.index];
       last = uniform(note.last);
       const Allowed<halves> allowed(note, me, map.fragments);
+      const auto done_with_keys = [&] {
+        if (!speaks) return;
+        shared.k_empty[stage.index].arrive();
+        if (last) shared.q_empty[q_at].arrive();
+      };
       if (in_turn) sync_at(1 + me, 256);
       if (!allowed.visits) {
         if (in_turn) arrive_at(1 + (me + 1) % consumers, 256);
         if (pending) finish();
         shared.v_full[stage.index].wait(stage.parity);
-        if (speaks) {
-          shared.k_empty[stage.index].arrive();
-          shared.v_empty[stage.index].arrive();
-          if (last) shared.q_empty[q_at].arrive();
-        }
+        done_with_keys();
+        if (speaks) shared.v_empty[stage.index].arrive();
         continue;
       }
       begin_products();
@@ -343,11 +374,9 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
         if (in_turn) arrive_at(1 + (me + 1) % consumers, 256);
         wait_for_products<1>();
         hold(s);
-        if (speaks) {
-          shared.k_empty[stage.index].arrive();
-          if (last) shared.q_empty[q_at].arrive();
-        }
-        const bool grows = soften(allowed);
+        if (!general) done_with_keys();
+        const bool grows = soften(allowed, stage.index);
+        if (general) done_with_keys();
         wait_for_products<0>();
 #pragma unroll
         for (int part = 0; part < out_parts; ++part) hold(out[part]);
@@ -358,11 +387,10 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
         if (in_turn) arrive_at(1 + (me + 1) % consumers, 256);
         wait_for_products<0>();
         hold(s);
-        if (speaks) {
-          shared.k_empty[stage.index].arrive();
-          if (last) shared.q_empty[q_at].arrive();
-        }
-        if (soften(allowed) && filled) rescale(factor);
+        if (!general) done_with_keys();
+        const bool grows = soften(allowed, stage.index);
+        if (general) done_with_keys();
+        if (grows && filled) rescale(factor);
       }
       pack_weights();
       pending = true;
@@ -387,7 +415,7 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
       inverse[half] = sum == 0 ? 0 : 1 / sum;
       const int64_t query = token(in_group / 32 * 16 + lane / 4 + 8 * half);
       if (lane % 4 == 0 && query >= 0)
-        a.lse[matrix * a.queries + query] = sum == 0 ? -infinity : top[half] * a.scale + logf(sum);
+        a.lse[matrix * a.queries + query] = sum == 0 ? -infinity : top[half] * scale + logf(sum);
     }
 #pragma unroll
     for (int part = 0; part < out_parts; ++part)
@@ -395,9 +423,9 @@ __global__ void __launch_bounds__(Shape<width, gathers>::threads, 1)
   }
 }
 
-template <class T, int width, bool gathers>
-void launch(const AttentionProblem& p, Tensor& out, Tensor& lse) {
-  using S = Shape<width, gathers>;
+template <class T, int width, bool gathers, bool general>
+void launch(const AttentionProblem& p, const mma::HostScores& scores, Tensor& out, Tensor& lse) {
+  using S = Shape<width, gathers, general>;
   const GroupedTable maps = grouped_table(p, Side::query, S::consumers, S::halves);
   const int64_t group = p.heads() / p.kv_heads(), bytes = p.keys() * (p.width() + p.value_width()) * 2;
   ForwardArguments arguments{tensor_map(p.q, 64),
@@ -413,7 +441,7 @@ void launch(const AttentionProblem& p, Tensor& out, Tensor& lse) {
                              p.queries(),
                              static_cast<int>(p.width()),
                              static_cast<int>(p.value_width()),
-                             static_cast<float>(p.scale),
+                             scores.arguments,
                              nullptr,
                              maps,
                              mma::Schedule(maps.groups, p.batch() * p.heads(), bytes / group, true)};
@@ -422,7 +450,7 @@ void launch(const AttentionProblem& p, Tensor& out, Tensor& lse) {
     taken = Tensor::zeros({1}, i32, p.q.device());
     arguments.taken = taken.mutable_data<int32_t>();
   }
-  const auto kernel = forward<T, width, gathers>;
+  const auto kernel = forward<T, width, gathers, general>;
   allow_shared_memory(reinterpret_cast<const void*>(kernel), S::memory);
   const int64_t blocks =
       std::min<int64_t>(arguments.schedule.blocks(), properties(p.q.device()).multiProcessorCount);
@@ -435,14 +463,21 @@ void launch(const AttentionProblem& p, Tensor& out, Tensor& lse) {
 void run_forward(const AttentionProblem& p, Tensor& out, Tensor& lse) {
   if (p.batch() * p.heads() * p.queries() * p.keys() == 0) return mma::run_forward(p, out, lse);
   const bool gathers = map_table(p).gathers;
+  const mma::HostScores scores(p, {});
+  if (scores.general && mma::padded_width(p) == 256)
+    return mma::run_forward(p, out, lse);  // too few registers
   mma::dispatch_16_bit(p.q.dtype(), [&](auto zero) {
     using T = decltype(zero);
     mma::dispatch_width(mma::padded_width(p), [&](auto width) {
       constexpr int w = decltype(width)::value;
-      if (gathers)
-        launch<T, w, true>(p, out, lse);
-      else
-        launch<T, w, false>(p, out, lse);
+      const auto run = [&](auto general) {
+        constexpr bool is_general = decltype(general)::value;
+        gathers ? launch<T, w, true, is_general>(p, scores, out, lse)
+                : launch<T, w, false, is_general>(p, scores, out, lse);
+      };
+      if constexpr (w < 256)
+        if (scores.general) return run(std::true_type{});
+      run(std::false_type{});
     });
   });
 }
