@@ -28,8 +28,11 @@ int padded_width(const AttentionProblem& p) {
   return width <= 64 ? 64 : width <= 128 ? 128 : 256;
 }
 
+bool general_scores(const AttentionProblem& p) {
+  return !(p.scale > 1e-30) || p.softcap > 0 || !p.bias.empty() || p.dropout.active();
+}
+
 HostScores::HostScores(const AttentionProblem& p, const std::vector<Tensor>& d_bias) : arguments{} {
-  general = !(p.scale > 1e-30) || p.softcap > 0 || !p.bias.empty() || p.dropout.active();
   arguments.scale = static_cast<float>(p.scale);
   arguments.softcap = static_cast<float>(p.softcap);
   arguments.shift = p.keys() - p.queries();
@@ -64,6 +67,28 @@ HostScores::HostScores(const AttentionProblem& p, const std::vector<Tensor>& d_b
     }
     kept.push_back(std::move(value));
   }
+}
+
+BiasGradients::BiasGradients(const AttentionProblem& p, const torus::detail::AttentionGradients& g)
+    : of_scores(g.d_bias.size()), sums_(g) {
+  for (size_t i = 0; i < g.d_bias.size(); ++i) {
+    if (!g.d_bias[i].defined()) continue;
+    const bool of_all = p.bias[i].kind() == AttentionBias::Kind::dense &&
+                        g.d_bias[i].shape() == Shape{p.batch(), p.heads(), p.queries(), p.keys()};
+    if (of_all) {
+      any_of_scores = true;
+      of_scores[i] = g.d_bias[i];
+      of_scores[i].fill_(0);
+      sums_.d_bias[i] = Tensor();
+    } else {
+      any_sums_ = true;
+    }
+  }
+}
+
+void BiasGradients::finish(const AttentionProblem& p) const {
+  torus::detail::AttentionGradients sums = sums_;
+  if (any_sums_) bias_gradients(p, sums);
 }
 
 namespace {

@@ -572,12 +572,28 @@ int padded_width(const AttentionProblem& problem);
 /// Shared memory that the widest of the kernels needs.
 size_t shared_memory(int padded_width);
 
+/// Whether scores are more than products times a positive scale.
+bool general_scores(const AttentionProblem& problem);
+
 /// Arguments of scores, and what they point to. `d_bias`: gradients of terms, undefined where not wanted.
 struct HostScores {
   HostScores(const AttentionProblem& problem, const std::vector<Tensor>& d_bias);
   ScoreArguments arguments;
-  bool general;                // more than a positive scale
   std::vector<Tensor> kept{};  // what pointers lead to
+};
+
+/// Gradients of biases that are wanted. That of a bias of all scores is written where these are made; those
+/// that are sums are left to `bias_gradients`.
+struct BiasGradients {
+  BiasGradients(const AttentionProblem& problem, const torus::detail::AttentionGradients& gradients);
+  std::vector<Tensor> of_scores;  // filled with 0: pairs that nobody visits are not written; undefined: none
+  bool any_of_scores = false;
+  /// Those that are sums.
+  void finish(const AttentionProblem& problem) const;
+
+ private:
+  torus::detail::AttentionGradients sums_;
+  bool any_sums_ = false;
 };
 
 template <class F>

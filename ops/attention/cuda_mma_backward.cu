@@ -466,23 +466,8 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
       if (x.defined()) x.fill_(0);
     return;
   }
-  // The gradient of a bias of all scores is written where these are; those that are sums are left to others.
-  torus::detail::AttentionGradients sums = g;
-  std::vector<Tensor> d_scores(g.d_bias.size());
-  bool wants_queries = g.dq.defined(), wants_sums = false;
-  for (size_t i = 0; i < g.d_bias.size(); ++i) {
-    if (!g.d_bias[i].defined()) continue;
-    const bool of_all = p.bias[i].kind() == AttentionBias::Kind::dense &&
-                        g.d_bias[i].shape() == Shape{p.batch(), p.heads(), p.queries(), p.keys()};
-    if (of_all) {
-      wants_queries = true;
-      sums.d_bias[i] = Tensor();
-      d_scores[i] = g.d_bias[i];
-      d_scores[i].fill_(0);  // of pairs that nobody visits
-    } else {
-      wants_sums = true;
-    }
-  }
+  const BiasGradients d_bias(p, g);
+  const bool wants_queries = g.dq.defined() || d_bias.any_of_scores, general = general_scores(p);
   const Device device = p.q.device();
   const cudaStream_t stream = stream_of(device);
   Tensor d_out = g.d_out;
@@ -490,7 +475,7 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
     d_out =
         torus::detail::empty_heads(p.batch(), p.heads(), p.queries(), p.value_width(), p.q.dtype(), device)
             .fill_(0);
-  const HostScores scores(p, d_scores);
+  const HostScores scores(p, d_bias.of_scores);
   const MapTable maps = map_table(p);
   Tensor row_lse = Tensor::empty(g.lse.shape(), f32, device),
          row_delta = Tensor::empty(g.lse.shape(), f32, device);
@@ -536,7 +521,7 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
     dispatch_width(padded_width(p), [&](auto width) {
       constexpr int w = decltype(width)::value;
       if constexpr (w <= 128) {
-        if (!p.deterministic && !scores.general && g.dq.defined() && (g.dk.defined() || g.dv.defined())) {
+        if (!p.deterministic && !general && g.dq.defined() && (g.dk.defined() || g.dv.defined())) {
           const int64_t step = (p.width() + 1) / 2 * 2;
           Tensor sum = Tensor::zeros({p.batch(), p.heads(), p.queries(), step}, f32, device);
           BackwardArguments adding = arguments(Side::key);
@@ -548,18 +533,15 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
           return;
         }
         if (g.dk.defined() || g.dv.defined())
-          launch<T, w, Side::key, true, true>(arguments(Side::key), scores.general, stream);
+          launch<T, w, Side::key, true, true>(arguments(Side::key), general, stream);
       } else {  // registers hold one of the two
-        if (g.dk.defined())
-          launch<T, w, Side::key, true, false>(arguments(Side::key), scores.general, stream);
-        if (g.dv.defined())
-          launch<T, w, Side::key, false, true>(arguments(Side::key), scores.general, stream);
+        if (g.dk.defined()) launch<T, w, Side::key, true, false>(arguments(Side::key), general, stream);
+        if (g.dv.defined()) launch<T, w, Side::key, false, true>(arguments(Side::key), general, stream);
       }
-      if (wants_queries)
-        launch<T, w, Side::query, true, false>(arguments(Side::query), scores.general, stream);
+      if (wants_queries) launch<T, w, Side::query, true, false>(arguments(Side::query), general, stream);
     });
   });
-  if (wants_sums) bias_gradients(p, sums);
+  d_bias.finish(p);
 }
 
 }  // namespace torus::gpu::mma

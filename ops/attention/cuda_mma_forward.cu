@@ -299,7 +299,7 @@ void run_forward(const AttentionProblem& p, Tensor& out, Tensor& lse) {
   const int64_t pairs = (maps.query_tiles + 1) / 2;
   const int padded = padded_width(p);
   // Pairs of tiles read keys and values half as often, if they are enough for the whole device.
-  const bool in_pairs = !scores.general && !maps.gathers && padded <= 128 &&
+  const bool in_pairs = !general_scores(p) && !maps.gathers && padded <= 128 &&
                         pairs * matrices >= properties(p.q.device()).multiProcessorCount;
   const ForwardArguments arguments{operand(p.q),
                                    operand(p.k),
@@ -321,7 +321,7 @@ void run_forward(const AttentionProblem& p, Tensor& out, Tensor& lse) {
     using T = decltype(zero);
     dispatch_width(padded, [&](auto width) {
       constexpr int w = decltype(width)::value;
-      if (scores.general) return launch<T, w, 1, true>(arguments, stream);
+      if (general_scores(p)) return launch<T, w, 1, true>(arguments, stream);
       if constexpr (w <= 128)
         if (in_pairs) return launch<T, w, 2, false>(arguments, stream);
       launch<T, w, 1, false>(arguments, stream);

@@ -515,9 +515,9 @@ std::string refusal(const torus::detail::AttentionProblem& problem);
 void run_forward(const torus::detail::AttentionProblem& problem, Tensor& out, Tensor& lse);
 void run_backward(const torus::detail::AttentionProblem& problem,
                   torus::detail::AttentionGradients& gradients);
-/// Masks that gather: dK and dV by keys, then dQ by queries. `d_out` and the gradients have rows of whole 16
-/// bytes.
-void run_gathered_backward(const torus::detail::AttentionProblem& problem,
+/// By two passes: dK and dV by keys, then dQ by queries; any map and width, and any score up to width
+/// 128. `d_out` and the gradients have rows of whole 16 bytes; gradients that are undefined are not made.
+void run_two_pass_backward(const torus::detail::AttentionProblem& problem,
                            torus::detail::AttentionGradients& gradients, const Tensor& d_out);
 
 }  // namespace torus::gpu::hopper

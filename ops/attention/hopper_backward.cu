@@ -481,16 +481,20 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
 
 void run_backward(const AttentionProblem& p, AttentionGradients& g) {
   const int width = mma::padded_width(p);
-  if (p.batch() * p.heads() * p.queries() * p.keys() == 0 || width > 128 || mma::HostScores(p, {}).general)
+  const bool general = mma::general_scores(p);
+  if (p.batch() * p.heads() * p.queries() * p.keys() == 0 || (general && width > 128))  // too few registers
     return mma::run_backward(p, g);
-  const GroupedTable maps = grouped_table(p, Side::key, consumers, width == 64 ? 2 : 1);
-  if (!maps.gathers && p.deterministic && !maps.contiguous) return mma::run_backward(p, g);
-  // What is not wanted is made all the same: the others come from the same numbers.
-  const auto made = [](const Tensor& wanted, const Tensor& like) {
-    return wanted.defined() && mma::packs(wanted)
-               ? wanted
-               : torus::detail::empty_heads(like.size(0), like.size(1), like.size(2), like.size(3),
-                                            like.dtype(), like.device());
+  bool two_passes = general || width > 128;
+  GroupedTable maps{};
+  if (!two_passes) {
+    maps = grouped_table(p, Side::key, consumers, width == 64 ? 2 : 1);
+    two_passes = maps.gathers || (p.deterministic && !maps.contiguous);
+  }
+  // In one pass, what is not wanted is made all the same: the others come from the same numbers.
+  const auto made = [&](const Tensor& wanted, const Tensor& like) {
+    if (wanted.defined() ? mma::packs(wanted) : two_passes) return wanted;
+    return torus::detail::empty_heads(like.size(0), like.size(1), like.size(2), like.size(3), like.dtype(),
+                                      like.device());
   };
   AttentionGradients all = g;
   all.dq = made(g.dq, p.q), all.dk = made(g.dk, p.k), all.dv = made(g.dv, p.v);
@@ -500,8 +504,8 @@ void run_backward(const AttentionProblem& p, AttentionGradients& g) {
                                        p.q.device());
     g.d_out.defined() ? d_out.copy_(g.d_out) : d_out.fill_(0);
   }
-  if (maps.gathers)
-    run_gathered_backward(p, all, d_out);
+  if (two_passes)
+    run_two_pass_backward(p, all, d_out);
   else
     mma::dispatch_16_bit(p.q.dtype(), [&](auto zero) {
       using T = decltype(zero);

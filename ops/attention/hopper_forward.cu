@@ -461,11 +461,12 @@ void launch(const AttentionProblem& p, const mma::HostScores& scores, Tensor& ou
 }  // namespace
 
 void run_forward(const AttentionProblem& p, Tensor& out, Tensor& lse) {
-  if (p.batch() * p.heads() * p.queries() * p.keys() == 0) return mma::run_forward(p, out, lse);
+  const bool general_scores = mma::general_scores(p);
+  if (p.batch() * p.heads() * p.queries() * p.keys() == 0 ||
+      (general_scores && mma::padded_width(p) == 256))  // too few registers
+    return mma::run_forward(p, out, lse);
   const bool gathers = map_table(p).gathers;
   const mma::HostScores scores(p, {});
-  if (scores.general && mma::padded_width(p) == 256)
-    return mma::run_forward(p, out, lse);  // too few registers
   mma::dispatch_16_bit(p.q.dtype(), [&](auto zero) {
     using T = decltype(zero);
     mma::dispatch_width(mma::padded_width(p), [&](auto width) {
@@ -476,7 +477,7 @@ void run_forward(const AttentionProblem& p, Tensor& out, Tensor& lse) {
                 : launch<T, w, false, is_general>(p, scores, out, lse);
       };
       if constexpr (w < 256)
-        if (scores.general) return run(std::true_type{});
+        if (general_scores) return run(std::true_type{});
       run(std::false_type{});
     });
   });

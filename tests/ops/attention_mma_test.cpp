@@ -306,8 +306,15 @@ TEST_P(CudaMma, Neighborhoods) {
   check_both(lambda);
 }
 
-// Combinations of masks: tiles that list tokens beside runs, a map for each head or batch element.
-TEST_P(CudaMma, RandomMasks) {
+// A random tensor that every call makes anew with the same values.
+Variable random_bias(const Shape& shape, DType dtype, Device device, bool differentiable) {
+  Generator g(23);
+  return Variable(randn(shape, 0, 1, f64, g).to(bf16).to(f16).to(dtype).to(device), differentiable);
+}
+
+// Combinations of masks (tiles that list tokens beside runs, a map for each head or batch element) and of
+// what scores are made of.
+TEST_P(CudaMma, RandomProblems) {
   for (uint64_t seed = 0; seed < 60; ++seed) {
     MaskMaker maker(seed);
     Problem c;
@@ -318,6 +325,14 @@ TEST_P(CudaMma, RandomMasks) {
     c.kv_heads = 1 + maker.below(2), c.heads = c.kv_heads * (1 + maker.below(2));
     c.width = 8 * (1 + maker.below(16)), c.value_width = maker.below(2) ? c.width : 8 * (1 + maker.below(16));
     c.deterministic = maker.below(3) > 0;
+    if (maker.below(3) == 0) c.softcap = 1 + 3 * maker.uniform();
+    if (maker.below(3) == 0) c.dropout = 0.6 * maker.uniform();
+    if (maker.below(4) == 0) c.scale = 2 * maker.uniform() - 1;
+    if (maker.below(3) == 0)
+      c.biases = [shape = Shape{c.batch, c.heads, c.queries, c.keys}](DType dtype, Device device) {
+        return std::vector{AttentionBias(random_bias(shape, dtype, device, true)),
+                           alibi(alibi_slopes(shape[1]).to(device))};
+      };
     check_case(c, seed % 2 ? f16 : bf16);
   }
 }
@@ -358,12 +373,6 @@ TEST_P(CudaMma, SoftcapAndDropout) {
               .mask = neighborhood({.grid = {6, 6, 6}, .window = {3}, .boundary = {wrap}}),
               .softcap = 3,
               .dropout = 0.2});
-}
-
-// A random tensor that every call makes anew with the same values.
-Variable random_bias(const Shape& shape, DType dtype, Device device, bool differentiable) {
-  Generator g(23);
-  return Variable(randn(shape, 0, 1, f64, g).to(bf16).to(f16).to(dtype).to(device), differentiable);
 }
 
 TEST_P(CudaMma, Biases) {
