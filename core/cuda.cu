@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "torus/core/cuda.h"
@@ -37,18 +38,13 @@ namespace {
 // Memory that a captured step takes its tensors from: their addresses stay, so that replays may use them.
 class Arena {
  public:
-  Arena(cudaStream_t stream, int index) : stream_(stream), index_(index) {}
+  explicit Arena(cudaStream_t stream) : stream_(stream) {}
   ~Arena() {
     for (const Chunk& chunk : chunks_) cudaFreeAsync(chunk.data, stream_);
   }
 
-  void reserve(size_t bytes) {
-    // Beside the stream that is being captured, which allows no allocation.
-    void* data = nullptr;
-    const cudaError_t error = cudaMallocAsync(&data, bytes, stream_);
-    if (error == cudaErrorMemoryAllocation) fail_to_allocate(bytes, index_);
-    check_call(error, "memory");
-    check_call(cudaStreamSynchronize(stream_), "memory");
+  // More memory, of the stream that it was made with.
+  void add(void* data, size_t bytes) {
     chunks_.push_back({static_cast<std::byte*>(data), bytes});
     release(static_cast<std::byte*>(data), bytes);
   }
@@ -114,7 +110,6 @@ class Arena {
   }
 
   cudaStream_t stream_;
-  int index_;  // of the device
   std::vector<Chunk> chunks_;
   std::map<std::byte*, size_t> free_;
   int64_t live_ = 0;
@@ -175,6 +170,25 @@ State& state(int index) {
   return *found;
 }
 
+// Null where there is too little memory.
+void* allocate_on(cudaStream_t stream, size_t bytes) {
+  void* data = nullptr;
+  const cudaError_t error = cudaMallocAsync(&data, bytes, stream);
+  if (error == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // taken note of: the next check is about the next call
+    return nullptr;
+  }
+  check_call(error, "memory");
+  return data;
+}
+
+// Beside the device's stream, so that it may be captured meanwhile, and for work on any.
+void* allocate_aside(State& device, size_t bytes) {
+  void* const data = allocate_on(device.side, bytes);
+  if (data) check_call(cudaStreamSynchronize(device.side), "memory");
+  return data;
+}
+
 // ---------------------------------------------------------------------------------------------------- faults
 
 struct FaultTable {
@@ -209,133 +223,170 @@ __global__ void set_words(uint64_t* to, Words words, int count) {
   for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = words.at[i];
 }
 
-// What a capture collects for its replays.
-struct Capture {
-  struct Slot {
-    uint64_t now;  // in the step that is captured
-    std::function<uint64_t()> later;
-  };
-  std::shared_ptr<Arena> arena;
-  uint64_t number = 0;        // from 1 on, in the order of captures
-  uint64_t* words = nullptr;  // of the device, one a slot
-  std::vector<Slot> slots;
-  std::vector<std::shared_ptr<const void>> kept;
-  torus::detail::CapturedDraws draws;
-  uint64_t moved = 0;  // how far the generator is from where it was captured
-};
-constexpr int most_slots = 4096;
-
-thread_local Capture* current_capture = nullptr;
-
 uint64_t bits_of(double value) {
   uint64_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-template <class T>
-Replayed<T> replayed_slot(T value, uint64_t bits, std::function<uint64_t()> later) {
-  Capture& capture = *current_capture;
-  check(capture.slots.size() < most_slots, Error::Kind::Device, "[capture] a step has at most ", most_slots,
-        " numbers that change");
-  capture.slots.push_back({bits, std::move(later)});
-  return {value, reinterpret_cast<const T*>(capture.words + capture.slots.size() - 1)};
-}
+class Graph;
+thread_local Graph* current = nullptr;  // whose step runs on this thread
+constexpr size_t most_slots = 4096;
 
 class Graph final : public CapturedGraph {
  public:
-  Graph(State& device, int index, size_t bytes, const std::function<void()>& step) : device_(device) {
+  Graph(State& device, int index, size_t bytes)
+      : device_(device), arena_(std::make_shared<Arena>(device.side)) {
     // What the pool kept of earlier steps is given back first: the arena takes its place.
     check_call(cudaStreamSynchronize(device.stream), "capture");
     check_call(cudaMemPoolTrimTo(device.pool, 0), "capture");
-    capture_.arena = std::make_shared<Arena>(device.side, index);
-    capture_.arena->reserve(std::max<size_t>(bytes, size_t{1} << 20));
-    {
-      std::lock_guard lock(device.mutex);
-      device.arenas.push_back(capture_.arena);
+    constexpr size_t words_bytes = most_slots * sizeof(uint64_t);
+    words_ = static_cast<uint64_t*>(allocate_aside(device, words_bytes));
+    if (!words_) fail_to_allocate(words_bytes, index);
+    if (!grow(std::max<size_t>(bytes, size_t{1} << 20))) {
+      cudaFreeAsync(words_, device.side);
+      fail_to_allocate(bytes, index);
     }
-    try {
-      void* words = nullptr;
-      check_call(cudaMallocAsync(&words, most_slots * sizeof(uint64_t), device.side), "capture");
-      capture_.words = static_cast<uint64_t*>(words);
-      check_call(cudaStreamSynchronize(device.side), "capture");
-      record(step);
-    } catch (...) {
-      clear();
-      throw;
-    }
-    // The first launch is the step that was captured.
-    std::vector<uint64_t> values;
-    for (const Capture::Slot& slot : capture_.slots) values.push_back(slot.now);
-    run(values);
+    std::lock_guard lock(device.mutex);
+    device.arenas.push_back(arena_);
   }
 
   ~Graph() override {
     cudaStreamSynchronize(device_.stream);
-    clear();
+    if (executable_) cudaGraphExecDestroy(executable_);
+    cudaFreeAsync(words_, device_.side);
+    std::lock_guard lock(device_.mutex);
+    arena_->retire();
+    // Tensors of the step that are still held keep its memory.
+    if (arena_->live() == 0) device_.arenas.remove(arena_);
+  }
+
+  // Runs the step, captured as far as it can be. Whether that is all of it; else `why_not` says what ended
+  // it.
+  bool record(const std::function<void()>& step, std::string& why_not) {
+    static std::atomic<uint64_t> captures{0};
+    number_ = ++captures;
+    why_not_ = &why_not;
+    Graph* const outer = std::exchange(current, this);
+    try {
+      check_call(cudaStreamBeginCapture(device_.stream, cudaStreamCaptureModeRelaxed), "capture");
+      capturing_ = true;
+      draws_.end_capture = gpu::end_capture;
+      torus::detail::captured_draws = &draws_;
+      step();
+      if (capturing_) check_call(finish(), "capture");
+    } catch (...) {
+      if (capturing_) finish();  // as an ordinary step: what comes before the error has run
+      current = outer;
+      throw;
+    }
+    current = outer;
+    return why_not.empty();
+  }
+
+  bool capturing() const { return capturing_; }
+  bool is_on(const State& device) const { return &device == &device_; }
+
+  // The capture ends before the step does.
+  void end(const char* why) {
+    *why_not_ = why;
+    check_call(finish(), "capture");
   }
 
   void launch() override {
-    auto& draws = capture_.draws;
-    if (draws.generator) {
-      check(draws.generator->seed() == draws.before.seed, Error::Kind::Value,
+    gpu::end_capture("the step replays another");
+    if (draws_.generator) {
+      check(draws_.generator->seed() == draws_.before.seed, Error::Kind::Value,
             "[replay] the generator was seeded anew since the step was captured");
-      capture_.moved = draws.generator->reserve(draws.count) - draws.before.position;
+      moved_ = draws_.generator->reserve(draws_.count) - draws_.before.position;
     }
     std::vector<uint64_t> values;
-    for (const Capture::Slot& slot : capture_.slots) values.push_back(slot.later());
-    run(values);
+    for (const Slot& slot : slots_) values.push_back(slot.later());
+    check_call(run(values), "replay");
+  }
+
+  uint64_t number() const { return number_; }
+  // How far the generator is from where it was captured.
+  uint64_t moved() const { return moved_; }
+  void keep(std::shared_ptr<const void> what) { kept_.push_back(std::move(what)); }
+
+  // A word of the device that holds `now` in the step that is captured, and later() in each replay.
+  const uint64_t* add_slot(uint64_t now, std::function<uint64_t()> later) {
+    if (slots_.size() == most_slots) {
+      gpu::end_capture("the step has more than 4096 numbers that change");
+      return nullptr;
+    }
+    slots_.push_back({now, std::move(later)});
+    return words_ + slots_.size() - 1;
+  }
+
+  // From the arena, whose addresses stay; also after the capture ended within the step, as it took the place
+  // of what the pool had. Null where it does not fit.
+  void* allocate(size_t bytes) {
+    const auto fit = [&] {
+      std::lock_guard lock(device_.mutex);
+      return arena_->allocate(bytes);
+    };
+    void* data = fit();
+    if (data || !capturing_) return data;
+    if (grow(std::max(bytes + 512, size_t{64} << 20))) return fit();
+    gpu::end_capture("the step needs more memory than there is while it is captured");
+    return nullptr;
   }
 
  private:
-  void record(const std::function<void()>& step) {
-    static std::atomic<uint64_t> captures{0};
-    capture_.number = ++captures;
-    cudaGraph_t graph = nullptr;
-    current_capture = &capture_;
-    torus::detail::captured_draws = &capture_.draws;
-    const auto end = [&] {
-      current_capture = nullptr;
-      torus::detail::captured_draws = nullptr;
-      return cudaStreamEndCapture(device_.stream, &graph);
-    };
-    try {
-      check_call(cudaStreamBeginCapture(device_.stream, cudaStreamCaptureModeRelaxed), "capture");
-      step();
-    } catch (...) {
-      end();
-      cudaGetLastError();
-      if (graph) cudaGraphDestroy(graph);
-      throw;
-    }
-    check_call(end(), "capture");
-    const cudaError_t error = cudaGraphInstantiate(&executable_, graph, 0);
-    cudaGraphDestroy(graph);
-    check_call(error, "capture");
+  struct Slot {
+    uint64_t now;
+    std::function<uint64_t()> later;
+  };
+
+  bool grow(size_t bytes) {
+    void* const data = allocate_aside(device_, bytes);
+    if (!data) return false;
+    std::lock_guard lock(device_.mutex);
+    arena_->add(data, bytes);
+    return true;
   }
 
-  void run(const std::vector<uint64_t>& values) {
+  // Ends the capture and launches what it holds.
+  cudaError_t finish() {
+    capturing_ = false;
+    torus::detail::captured_draws = nullptr;
+    cudaGraph_t graph = nullptr;
+    cudaError_t error = cudaStreamEndCapture(device_.stream, &graph);
+    if (error == cudaSuccess) error = cudaGraphInstantiate(&executable_, graph, 0);
+    if (graph) cudaGraphDestroy(graph);
+    std::vector<uint64_t> values;
+    for (const Slot& slot : slots_) values.push_back(slot.now);
+    if (error == cudaSuccess) error = run(values);
+    if (error != cudaSuccess) {
+      cudaGetLastError();
+      *why_not_ = std::string("the capture failed: ") + cudaGetErrorString(error);
+    }
+    return error;
+  }
+
+  cudaError_t run(const std::vector<uint64_t>& values) {
     for (size_t first = 0; first < values.size(); first += words_at_once) {
       Words words{};
       const size_t count = std::min<size_t>(words_at_once, values.size() - first);
       std::copy_n(values.data() + first, count, words.at);
-      set_words<<<1, 256, 0, device_.stream>>>(capture_.words + first, words, static_cast<int>(count));
-      check_launch("replay");
+      set_words<<<1, 256, 0, device_.stream>>>(words_ + first, words, static_cast<int>(count));
+      if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     }
-    check_call(cudaGraphLaunch(executable_, device_.stream), "replay");
-  }
-
-  void clear() {
-    if (executable_) cudaGraphExecDestroy(executable_);
-    if (capture_.words) cudaFreeAsync(capture_.words, device_.side);
-    std::lock_guard lock(device_.mutex);
-    capture_.arena->retire();
-    // Tensors of the step that are still held keep its memory.
-    if (capture_.arena->live() == 0) device_.arenas.remove(capture_.arena);
+    return cudaGraphLaunch(executable_, device_.stream);
   }
 
   State& device_;
-  Capture capture_;
+  std::shared_ptr<Arena> arena_;
+  uint64_t number_ = 0;        // from 1 on, in the order of captures
+  uint64_t* words_ = nullptr;  // of the device, one a slot
+  std::vector<Slot> slots_;
+  std::vector<std::shared_ptr<const void>> kept_;
+  torus::detail::CapturedDraws draws_;
+  uint64_t moved_ = 0;
+  std::string* why_not_ = nullptr;
+  bool capturing_ = false;
   cudaGraphExec_t executable_ = nullptr;
 };
 
@@ -347,7 +398,7 @@ class CudaDriver final : public DeviceDriver {
 
   void synchronize(int index) override {
     State& device = state(index);
-    SynchronizationProbe::note("synchronize");
+    end_capture("the step waits for the device: synchronize");
     check_call(cudaStreamSynchronize(device.stream), "synchronize");
     throw_fault(device);
   }
@@ -356,23 +407,15 @@ class CudaDriver final : public DeviceDriver {
 
   void* allocate(size_t bytes, int index) override {
     State& device = state(index);
-    if (current_capture) {
-      std::lock_guard lock(device.mutex);
-      Arena& arena = *current_capture->arena;
-      if (void* data = arena.allocate(bytes)) return data;
-      arena.reserve(std::max(bytes + 512, size_t{64} << 20));
-      return arena.allocate(bytes);
-    }
-    void* data = nullptr;
-    cudaError_t error = cudaMallocAsync(&data, bytes, device.stream);
-    if (error == cudaErrorMemoryAllocation) {  // what is still in flight may be all that is missing
-      cudaGetLastError();
+    if (current && current->is_on(device))
+      if (void* data = current->allocate(bytes)) return data;
+    void* data = allocate_on(device.stream, bytes);
+    if (!data) {  // what is still in flight may be all that is missing
       cudaStreamSynchronize(device.stream);
       cudaMemPoolTrimTo(device.pool, 0);
-      error = cudaMallocAsync(&data, bytes, device.stream);
+      data = allocate_on(device.stream, bytes);
     }
-    if (error == cudaErrorMemoryAllocation) fail_to_allocate(bytes, index);
-    check_call(error, "memory");
+    if (!data) fail_to_allocate(bytes, index);
     return data;
   }
 
@@ -390,11 +433,7 @@ class CudaDriver final : public DeviceDriver {
         }
     }
     // Memory from before a capture may be let go inside it, by way of the other stream.
-    if (current_capture) {
-      cudaFreeAsync(data, device.side);
-      return;
-    }
-    cudaFreeAsync(data, device.stream);
+    cudaFreeAsync(data, capturing() ? device.side : device.stream);
     cudaGetLastError();
   }
 
@@ -408,14 +447,26 @@ class CudaDriver final : public DeviceDriver {
 
   void release_cached(int index) override {
     State& device = state(index);
+    end_capture("the step waits for the device: release_cached_memory");
     check_call(cudaStreamSynchronize(device.stream), "memory");
     check_call(cudaMemPoolTrimTo(device.pool, 0), "memory");
   }
 
-  std::unique_ptr<CapturedGraph> capture(int index, size_t bytes,
-                                         const std::function<void()>& step) override {
-    check(!current_capture, Error::Kind::Value, "[capture] a step is being captured already");
-    return std::make_unique<Graph>(state(index), index, bytes, step);
+  std::unique_ptr<CapturedGraph> capture(int index, size_t bytes, const std::function<void()>& step,
+                                         std::string& why_not) override {
+    end_capture("the step captures another");
+    why_not.clear();
+    std::unique_ptr<Graph> graph;
+    try {
+      graph = std::make_unique<Graph>(state(index), index, bytes);
+    } catch (const Error& error) {  // there is too little memory for it
+      why_not = error.what();
+    }
+    if (!graph)
+      step();
+    else if (!graph->record(step, why_not))
+      graph.reset();
+    return graph;
   }
 };
 
@@ -428,7 +479,11 @@ class CudaDriver final : public DeviceDriver {
 
 // ------------------------------------------------------------------------------------------- for .cu files
 
-cudaStream_t stream_of(Device device) { return state(device.index).stream; }
+cudaStream_t stream_of(Device device) {
+  State& found = state(device.index);
+  if (capturing() && !current->is_on(found)) end_capture("the step uses two devices");
+  return found.stream;
+}
 
 const cudaDeviceProp& properties(Device device) { return state(device.index).properties; }
 
@@ -458,28 +513,32 @@ int fault_code(const char* op, const char* what) {
   return static_cast<int>(table.messages.size());
 }
 
-bool capturing() { return current_capture != nullptr; }
-uint64_t capture_number() { return current_capture ? current_capture->number : 0; }
+bool capturing() { return current && current->capturing(); }
+void end_capture(const char* why) {
+  if (capturing()) current->end(why);
+}
+uint64_t capture_number() { return capturing() ? current->number() : 0; }
 
 Replayed<double> replayed(double now, std::function<double()> later) {
   if (!capturing()) return {now, nullptr};
-  return replayed_slot(now, bits_of(now), [later = std::move(later)] { return bits_of(later()); });
+  const uint64_t* const slot =
+      current->add_slot(bits_of(now), [later = std::move(later)] { return bits_of(later()); });
+  return {now, reinterpret_cast<const double*>(slot)};
 }
 
 Replayed<uint64_t> replayed_position(uint64_t position) {
   if (!capturing()) return {position, nullptr};
-  return replayed_slot(position, position,
-                       [position, capture = current_capture] { return position + capture->moved; });
+  return {position,
+          current->add_slot(position, [position, graph = current] { return position + graph->moved(); })};
 }
 
 void keep_for_replays(std::shared_ptr<const void> what) {
-  if (capturing()) current_capture->kept.push_back(std::move(what));
+  if (capturing()) current->keep(std::move(what));
 }
 
 void copy_from_host(void* to, const void* from, size_t bytes, Device where) {
   State& device = state(where.index);
-  check(!capturing(), Error::Kind::Device,
-        "[capture] a captured step cannot copy from the host; fill its inputs before");
+  end_capture("the step copies from the host");
   std::lock_guard lock(device.mutex);
   for (size_t done = 0; done < bytes; done += staging_bytes) {
     const int turn = device.next_staging++ % staging_count;
@@ -500,8 +559,7 @@ void copy_from_host(void* to, const void* from, size_t bytes, Device where) {
 
 void copy_to_host(void* to, const void* from, size_t bytes, Device where) {
   State& device = state(where.index);
-  check(!capturing(), Error::Kind::Device, "[capture] a captured step cannot copy to the host");
-  SynchronizationProbe::note("a copy to the host");
+  end_capture("the step waits for the device: a copy to the host");
   check_call(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, device.stream), "copy");
   check_call(cudaStreamSynchronize(device.stream), "copy");
   throw_fault(device);

@@ -69,6 +69,9 @@ void copy_to_host(void* to, const void* from, size_t bytes, Device where);
 
 /// True while a step is captured into a graph.
 bool capturing();
+/// To be called before what cannot be captured, such as a wait for the device: what was captured so far runs,
+/// and the step goes on as it is. `why` is for CapturedStep::why_not. Outside of a capture does nothing.
+void end_capture(const char* why);
 /// Which capture this is, from 1 on; 0 outside of one. What a captured step makes anew at each replay must
 /// have been made in that very capture.
 uint64_t capture_number();

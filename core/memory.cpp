@@ -137,21 +137,16 @@ void set_driver(DeviceKind kind, std::unique_ptr<DeviceDriver> driver) {
   registry().drivers[static_cast<size_t>(kind)] = std::move(driver);
 }
 
-std::unique_ptr<CapturedGraph> DeviceDriver::capture(int, size_t, const std::function<void()>&) {
+std::unique_ptr<CapturedGraph> DeviceDriver::capture(int, size_t, const std::function<void()>& step,
+                                                     std::string& why_not) {
+  why_not = "this kind of device runs steps as they are";
+  step();
   return nullptr;
 }
 
-std::unique_ptr<CapturedGraph> capture(Device device, size_t bytes, const std::function<void()>& step) {
-  return driver(device).capture(device.index, bytes, step);
-}
-
-namespace {
-thread_local SynchronizationProbe* probe = nullptr;
-}
-SynchronizationProbe::SynchronizationProbe() : outer_(std::exchange(probe, this)) {}
-SynchronizationProbe::~SynchronizationProbe() { probe = outer_; }
-void SynchronizationProbe::note(const char* what) {
-  if (probe && probe->found_.empty()) probe->found_ = what;
+std::unique_ptr<CapturedGraph> capture(Device device, size_t bytes, const std::function<void()>& step,
+                                       std::string& why_not) {
+  return driver(device).capture(device.index, bytes, step, why_not);
 }
 
 int cuda_device_count() {

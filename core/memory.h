@@ -44,25 +44,6 @@ class CapturedGraph {
   virtual void launch() = 0;
 };
 
-/// While alive, remembers the first thing on this thread that made the host wait for a device: what a step to
-/// be captured must not do.
-class SynchronizationProbe {
- public:
-  SynchronizationProbe();
-  ~SynchronizationProbe();
-  SynchronizationProbe(const SynchronizationProbe&) = delete;
-  SynchronizationProbe& operator=(const SynchronizationProbe&) = delete;
-
-  /// Empty: nothing did.
-  const std::string& found() const { return found_; }
-  /// For drivers.
-  static void note(const char* what);
-
- private:
-  std::string found_;
-  SynchronizationProbe* outer_;
-};
-
 /// What one kind of device offers. That of CUDA registers itself at start-up with `set_driver`.
 class DeviceDriver {
  public:
@@ -76,12 +57,15 @@ class DeviceDriver {
   virtual void free(void* data, size_t bytes, int index) = 0;
   virtual size_t cached_bytes(int index) const = 0;
   virtual void release_cached(int index) = 0;
-  /// Captures the device work of `step` into a graph, which the step's replays then run; null where this kind
-  /// of device has none. Throws Error{Device} where the step cannot be captured; nothing of it has then run.
-  virtual std::unique_ptr<CapturedGraph> capture(int index, size_t bytes, const std::function<void()>& step);
+  /// As `capture` below; a kind of device that has no graphs just runs the step.
+  virtual std::unique_ptr<CapturedGraph> capture(int index, size_t bytes, const std::function<void()>& step,
+                                                 std::string& why_not);
 };
-/// As DeviceDriver::capture, of the driver of `device`. `bytes`: about what the step allocates at once.
-std::unique_ptr<CapturedGraph> capture(Device device, size_t bytes, const std::function<void()>& step);
+/// Runs `step`, its device work as a graph that can be launched again. A step that does what cannot be
+/// captured is captured up to there, runs on as it is, and gives null and the reason. `bytes`: about what it
+/// allocates at once.
+std::unique_ptr<CapturedGraph> capture(Device device, size_t bytes, const std::function<void()>& step,
+                                       std::string& why_not);
 void set_driver(DeviceKind kind, std::unique_ptr<DeviceDriver> driver);
 
 /// A block of memory that tensors share, with a counter of the writes to it.

@@ -46,10 +46,11 @@ thread_local detail::CapturedDraws* detail::captured_draws = nullptr;
 
 uint64_t Generator::reserve(uint64_t count) {
   if (auto* draws = detail::captured_draws) {
-    if (!draws->generator) *draws = {this, state_, 0};
-    check(draws->generator == this, Error::Kind::Value,
-          "[capture] a captured step may draw from one generator only");
-    draws->count += count;
+    if (!draws->generator) draws->generator = this, draws->before = state_;
+    if (draws->generator == this)
+      draws->count += count;
+    else
+      draws->end_capture("the step draws from more than one generator");
   }
   const uint64_t first = state_.position;
   state_.position += count;

@@ -8,8 +8,8 @@
 
 namespace torus {
 
-/// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four 32-bit words from a
-/// 128-bit counter and a 64-bit key.
+/// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four 32-bit words from
+/// a 128-bit counter and a 64-bit key.
 constexpr std::array<uint32_t, 4> philox(std::array<uint32_t, 4> counter, uint64_t key) {
   auto low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
   for (int round = 0; round < 10; ++round) {
@@ -56,6 +56,7 @@ struct CapturedDraws {
   Generator* generator = nullptr;
   Generator::State before = {};
   uint64_t count = 0;
+  void (*end_capture)(const char* why) = nullptr;
 };
 extern thread_local CapturedDraws* captured_draws;  // null: no step is being captured on this thread
 }  // namespace detail

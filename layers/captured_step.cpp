@@ -1,5 +1,7 @@
 #include "torus/layers/captured_step.h"
 
+#include <iostream>
+
 namespace torus {
 
 void CapturedStep::operator()() {
@@ -8,19 +10,17 @@ void CapturedStep::operator()() {
   if (device_.kind == DeviceKind::cpu && why_not_.empty()) why_not_ = "the CPU runs steps as they are";
   if (!why_not_.empty()) return step_();
   if (runs_ == ordinary_runs) {
-    graph_ = capture(device_, bytes_, step_);
+    graph_ = capture(device_, bytes_, step_, why_not_);
+    if (!graph_) std::cerr << "[captured_step] not captured: " << why_not_ << std::endl;
     return;
   }
   ++runs_;
-  const SynchronizationProbe probe;
   reset_peak_memory(device_);
   const int64_t before = memory_stats(device_).live_bytes;
   step_();
   // Room for the gaps that blocks of other sizes leave.
   bytes_ = static_cast<size_t>(memory_stats(device_).peak_bytes - before);
   bytes_ += bytes_ / 50 + (size_t{8} << 20);
-  if (runs_ == ordinary_runs && !probe.found().empty())
-    why_not_ = "the step waits for the device: " + probe.found();
 }
 
 }  // namespace torus

@@ -9,9 +9,9 @@
 
 namespace torus {
 
-/// Runs the same step again and again. On a CUDA device its first two runs are ordinary; the third is captured
-/// into a graph, which all others replay: no kernel is launched by the host any more, so small models train
-/// several times faster. On the CPU every run is ordinary.
+/// Runs the same step again and again. On a CUDA device its first two runs are ordinary; the third is
+/// captured into a graph, which all others replay: no kernel is launched by the host any more, so small
+/// models train several times faster. On the CPU every run is ordinary.
 ///
 ///     Tensor inputs = ..., targets = ...;                  // kept; each batch is copied into them
 ///     CapturedStep step(device, [&] {
@@ -25,8 +25,9 @@ namespace torus {
 ///     for (...) { inputs.copy_(batch.inputs); ...; optimizer.set_lr(...); step(); }
 ///
 /// What replays do differently each time: the learning rate and t of the optimizer, and the draws of one
-/// generator. Everything else on the host is as it was when the step was captured, so the step must not depend
-/// on it, nor wait for the device (`item`, a copy to the host). One that waits runs uncaptured.
+/// generator. Everything else on the host is as it was when the step was captured, so the step must not
+/// depend on it. A step that does what cannot be captured runs as it is, and one line on stderr says why: it
+/// waits for the device (`item`, a copy to the host), copies from the host, draws from two generators.
 class CapturedStep {
  public:
   CapturedStep(Device device, std::function<void()> step) : device_(device), step_(std::move(step)) {}

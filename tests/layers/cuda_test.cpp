@@ -11,6 +11,7 @@
 #include "torus/layers/gpt.h"
 #include "torus/layers/grid.h"
 #include "torus/layers/optim.h"
+#include "torus/ops/attention/attention.h"
 
 namespace torus {
 namespace {
@@ -68,7 +69,8 @@ TEST_F(CudaModel, SixteenBitsStayNearF32) {
     EXPECT_NEAR(device_loss.item(), loss.item(), 0.02 * loss.item());
     tape.backward(loss);
     tape.backward(device_loss);
-    EXPECT_LT(relative_error(flat_gradients(narrow), flat_gradients(exact)), dtype == f16 ? 0.02 : 0.06) << dtype;
+    EXPECT_LT(relative_error(flat_gradients(narrow), flat_gradients(exact)), dtype == f16 ? 0.02 : 0.06)
+        << dtype;
   }
 }
 
@@ -126,6 +128,110 @@ TEST_F(CudaModel, ACapturedStepRepeatsTheOrdinaryOneBitForBit) {
 TEST_F(CudaModel, TrainsAsOnTheCpu) {
   const Trained there = train(cuda, true, 0.2, 8), here = train(cpu, true, 0.2, 8);
   for (size_t i = 0; i < here.losses.size(); ++i) EXPECT_NEAR(there.losses[i], here.losses[i], 1e-3);
+}
+
+// Each has the results and takes the draws that it would have as an ordinary step.
+TEST_F(CudaModel, WhatCannotBeCapturedRunsAsItIsAndSaysWhy) {
+  struct Run {
+    Tensor sum = Tensor::zeros({2, 3}, f32, cuda);
+    Generator first{1}, second{2};
+    int steps = 0;
+    std::vector<Tensor> kept;  // as long as the next step's
+
+    void add(const Tensor& x) { add_into(sum, x); }
+    void drop(Generator& generator) {
+      add(dropout(Tensor::full({2, 3}, 1, f32, cuda), 0.5, generator).value());
+    }
+  };
+  struct Kind {
+    const char* why;
+    std::function<void(Run&)> what;
+  };
+  const auto attend = [](Run& run, const Mask& mask) {
+    const Tensor x = run.sum.clone().reshape({1, 1, 2, 3});
+    run.add(attention(x, x, x, {.mask = mask, .backend = Backend::cuda_simt}).out.value().reshape({2, 3}));
+  };
+  const std::vector<Kind> kinds = {
+      {"a copy to the host",
+       [](Run& run) {
+         run.add(Tensor::full({}, run.sum.to(cpu).select(0, 0).select(0, 1).item(), f32, cuda));
+       }},
+      {"synchronize", [](Run&) { synchronize(cuda); }},
+      {"release_cached_memory", [](Run&) { release_cached_memory(cuda); }},
+      {"copies from the host",
+       [](Run& run) {
+         run.add(Tensor::full({2, 3}, run.steps).to(cuda));
+       }},
+      {"copies from the host",
+       [](Run& run) {
+         run.add(randn({2, 3}, 0, 1, f32, run.first).to(cuda));
+       }},
+      {"copies from the host",
+       [&](Run& run) { attend(run, Mask::from([](Query q, Key k) { return q.token >= k.token; })); }},
+      {"more than one generator", [](Run& run) { run.drop(run.second); }},
+      {"more than 4096 numbers",
+       [](Run& run) {
+         for (int i = 0; i < 4200; ++i) run.drop(run.first);
+       }},
+      // In the run to be captured alone.
+      {"copies from the host",
+       [](Run& run) {
+         if (run.steps == 3) run.add(Tensor::full({2, 3}, 5).to(cuda));
+       }},
+      {"captures another",
+       [](Run& run) {
+         CapturedStep inner(cuda, [&] { run.add(Tensor::full({2, 3}, 2, f32, cuda)); });
+         for (int i = 0; i < 4; ++i) inner();
+       }},
+  };
+  for (const Kind& kind : kinds) {
+    SCOPED_TRACE(kind.why);
+    const int64_t before = memory_stats(cuda).live_bytes;
+    {
+      Run ordinary, captured;
+      const auto step = [&](Run& run) {
+        ++run.steps;
+        run.drop(run.first);
+        run.kept = {run.sum.clone()};
+        kind.what(run);
+        run.add(run.kept[0]);
+        run.drop(run.first);
+        run.kept.push_back(run.sum.clone());
+      };
+      CapturedStep by_capture(cuda, [&] { step(captured); });
+      for (int i = 0; i < 6; ++i) {
+        step(ordinary);
+        by_capture();
+        EXPECT_EQ(captured.sum.to_vector<float>(), ordinary.sum.to_vector<float>()) << i;
+        EXPECT_EQ(captured.kept[1].to_vector<float>(), ordinary.kept[1].to_vector<float>()) << i;
+      }
+      EXPECT_EQ(captured.steps, ordinary.steps);
+      EXPECT_EQ(captured.first.state(), ordinary.first.state());
+      EXPECT_EQ(captured.second.state(), ordinary.second.state());
+      EXPECT_FALSE(by_capture.captured());
+      EXPECT_NE(by_capture.why_not().find(kind.why), std::string::npos) << by_capture.why_not();
+    }
+    EXPECT_EQ(memory_stats(cuda).live_bytes, before);
+  }
+}
+
+// An error of the step's own is no reason not to capture it, and what comes before it has run.
+TEST_F(CudaModel, AStepThatThrowsIsCapturedTheNextTime) {
+  Tensor x = Tensor::zeros({3}, f32, cuda);
+  int calls = 0;
+  CapturedStep step(cuda, [&] {
+    add_into(x, Tensor::full({3}, 1, f32, cuda));
+    if (++calls == 3) throw std::runtime_error("mine");
+  });
+  step();
+  step();
+  EXPECT_THROW(step(), std::runtime_error);
+  EXPECT_EQ(x.select(0, 0).item(), 3);
+  for (int i = 4; i < 8; ++i) {
+    step();
+    EXPECT_EQ(x.select(0, 0).item(), i);
+  }
+  EXPECT_TRUE(step.captured()) << step.why_not();
 }
 
 TEST_F(CudaModel, AStepThatWaitsRunsUncapturedAndSaysWhy) {

@@ -200,8 +200,10 @@ TEST_F(OptimCuda, CapturedStepsAreTheSteps) {
       optimizer.step({.grad_norm = grad_norm(plain(parameters)), .max_norm = 5});
     };
     step(*first, eager);
-    const auto graph = capture(cuda, 1 << 20, [&] { step(*second, replayed); });  // the first step
-    ASSERT_TRUE(graph);
+    std::string why_not;
+    const auto graph = capture(
+        cuda, 1 << 20, [&] { step(*second, replayed); }, why_not);  // the first step
+    ASSERT_TRUE(graph) << why_not;
     for (int i = 1; i < 5; ++i) {
       set_gradients(eager, 2 * i, cuda);
       if (i == 2) eager[4].parameter.mutable_grad().fill_(NAN);
