@@ -189,6 +189,12 @@ void* allocate_aside(State& device, size_t bytes) {
   return data;
 }
 
+// What is still in flight, or kept in the pool, may be all that is missing.
+void make_room(State& device) {
+  cudaStreamSynchronize(device.stream);
+  cudaMemPoolTrimTo(device.pool, 0);
+}
+
 // ---------------------------------------------------------------------------------------------------- faults
 
 struct FaultTable {
@@ -232,6 +238,7 @@ uint64_t bits_of(double value) {
 class Graph;
 thread_local Graph* current = nullptr;  // whose step runs on this thread
 constexpr size_t most_slots = 4096;
+constexpr const char* no_memory = "the step needs more memory than there is while it is captured";
 
 class Graph final : public CapturedGraph {
  public:
@@ -330,7 +337,7 @@ class Graph final : public CapturedGraph {
     void* data = fit();
     if (data || !capturing_) return data;
     if (grow(std::max(bytes + 512, size_t{64} << 20))) return fit();
-    gpu::end_capture("the step needs more memory than there is while it is captured");
+    gpu::end_capture(no_memory);
     return nullptr;
   }
 
@@ -410,9 +417,8 @@ class CudaDriver final : public DeviceDriver {
     if (current && current->is_on(device))
       if (void* data = current->allocate(bytes)) return data;
     void* data = allocate_on(device.stream, bytes);
-    if (!data) {  // what is still in flight may be all that is missing
-      cudaStreamSynchronize(device.stream);
-      cudaMemPoolTrimTo(device.pool, 0);
+    if (!data) {
+      make_room(device);
       data = allocate_on(device.stream, bytes);
     }
     if (!data) fail_to_allocate(bytes, index);
@@ -486,6 +492,20 @@ cudaStream_t stream_of(Device device) {
 }
 
 const cudaDeviceProp& properties(Device device) { return state(device.index).properties; }
+
+void* allocate_for_good(size_t bytes, Device where) {
+  State& device = state(where.index);
+  void* data = allocate_aside(device, bytes);
+  if (!data) {
+    end_capture(no_memory);
+    make_room(device);
+    data = allocate_aside(device, bytes);
+  }
+  if (!data) fail_to_allocate(bytes, where.index);
+  check_call(cudaMemsetAsync(data, 0, bytes, device.side), "memory");
+  check_call(cudaStreamSynchronize(device.side), "memory");
+  return data;
+}
 
 void allow_shared_memory(const void* kernel, size_t bytes) {
   static std::mutex mutex;

@@ -30,6 +30,10 @@ inline cudaStream_t stream_of(const Tensor& tensor) { return stream_of(tensor.de
 /// Properties of a device, read once.
 const cudaDeviceProp& properties(Device device);
 
+/// Zeroed memory that is kept for good, as for workspaces: for work on any stream, also within a capture.
+/// Throws Error{Memory}.
+void* allocate_for_good(size_t bytes, Device where);
+
 /// Lets a kernel use more than 48 KB of shared memory, `bytes` of it dynamic. Cheap enough to call before
 /// each launch.
 void allow_shared_memory(const void* kernel, size_t bytes);

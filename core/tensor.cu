@@ -249,11 +249,7 @@ uint32_t* tickets_of(Device device) {
   static auto* all = new std::map<int, uint32_t*>;
   std::lock_guard lock(mutex);
   uint32_t*& tickets = (*all)[device.index];
-  if (!tickets) {
-    stream_of(device);
-    check_call(cudaMalloc(&tickets, most_tickets * sizeof(uint32_t)), "sum_to");
-    check_call(cudaMemset(tickets, 0, most_tickets * sizeof(uint32_t)), "sum_to");
-  }
+  if (!tickets) tickets = static_cast<uint32_t*>(allocate_for_good(most_tickets * sizeof(uint32_t), device));
   return tickets;
 }
 
