@@ -36,10 +36,8 @@ Library& library(Device device) {
   static auto* libraries = new std::map<int, Library>;
   std::lock_guard lock(mutex);
   Library& found = (*libraries)[device.index];
-  if (!found.handle) {
-    check_cublas(cublasLtCreate(&found.handle));
-    check_call(cudaMalloc(&found.workspace, workspace_bytes), "product");
-  }
+  if (!found.workspace) found.workspace = allocate_for_good(workspace_bytes, device);
+  if (!found.handle) check_cublas(cublasLtCreate(&found.handle));
   return found;
 }
 
