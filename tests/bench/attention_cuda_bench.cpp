@@ -1,8 +1,9 @@
 // Times the kernels of attention on a CUDA device, each backend that can run a problem, by events of the
 // device.
 //     attention_cuda_bench [PART OF A NAME]
-// TFLOP/s are useful ones: 4 (forward) or 10 (backward) times the allowed pairs times the width. MiB: results
-// and what a pass holds beside them, at most.
+// TFLOP/s are useful ones: 4 (forward) or 10 (backward) times the allowed pairs times the width; "visited"
+// are those of all pairs in the tiles that the mask's map visits. Backward gives the same bits each time,
+// unordered need not. MiB: results and what a pass holds beside them, at most.
 #include <cuda_runtime.h>
 #include <torus/ops/attention/backend.h>
 #include <torus/torus.h>
@@ -51,6 +52,15 @@ Case wrapped(int64_t side, int64_t window, int64_t batch, int64_t width) {
           neighborhood({.grid = {side, side, side}, .window = {window}, .boundary = {wrap}})};
 }
 
+// Pairs of blocks at random, a quarter of them, and those of the diagonal. Blocks are of 96 tokens: many
+// tiles are cut.
+Mask random_blocks() {
+  return Mask::from([](Query q, Key k) {
+    const int64_t a = q.token / 96, b = k.token / 96;
+    return a == b || (a * 7919 + b * 104729) % 1013 % 4 == 0;
+  });
+}
+
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (int64_t width : {64, 128})
@@ -61,6 +71,11 @@ std::vector<Case> cases() {
   all.push_back(dense(8192, 256, "causal", causal()));
   all.push_back(dense(8192, 128, "window 1024", sliding_window(512, 511)));
   all.push_back(dense(16384, 128, "window 256", sliding_window(128, 127)));
+  const Mask documents = causal() & document({1900, 700, 2500, 300, 1100, 1692});
+  for (int64_t width : {64, 128}) {
+    all.push_back(dense(8192, width, "lambda", random_blocks()));
+    all.push_back(dense(8192, width, "causal & document", documents));
+  }
   all.push_back(wrapped(16, 5, 4, 64));
   all.push_back(wrapped(20, 5, 4, 64));
   all.push_back(wrapped(20, 5, 4, 128));
@@ -104,26 +119,36 @@ double time(cudaStream_t stream, F&& f) {
 
 void measure(const Case& c) {
   const auto make = [&](int64_t tokens) {
-    Tensor x = detail::empty_heads(c.batch, c.heads, tokens, c.width, c.dtype, cuda);
-    x.copy_(randn({c.batch, c.heads, tokens, c.width}).to(c.dtype).to(cuda));
+    return detail::empty_heads(c.batch, c.heads, tokens, c.width, c.dtype, cuda);
+  };
+  // Random numbers, which cost more power than zeros do, the same for all heads.
+  const auto make_random = [&](int64_t tokens) {
+    Tensor x = make(tokens);
+    x.copy_(randn({1, 1, tokens, c.width}).to(c.dtype).to(cuda).expand(x.shape()));
     return x;
   };
   detail::AttentionProblem p;
-  p.q = make(c.queries), p.k = make(c.keys), p.v = make(c.keys);
+  p.q = make_random(c.queries), p.k = make_random(c.keys), p.v = make_random(c.keys);
+  const Tensor d_out = make_random(c.queries);
   p.mask = c.mask;
   p.scale = 1 / std::sqrt(static_cast<double>(c.width));
-  const double pairs = static_cast<double>(c.batch * c.heads * c.width) *
-                       static_cast<double>(mask_costs(c.mask, c.queries, c.keys).needed);
+  const MaskCosts costs = mask_costs(c.mask, c.queries, c.keys);
+  // Milliseconds, useful TFLOP/s, visited.
+  const auto print = [&](double ms, double products) {
+    const double all = 1e-9 * products * static_cast<double>(c.batch * c.heads * c.width) / ms;
+    std::printf(" %9.3f %8.1f %8.1f", ms, all * static_cast<double>(costs.needed),
+                all * static_cast<double>(costs.visited));
+    std::fflush(stdout);
+  };
   for (const auto& backend : detail::attention_backends()) {
     if (!backend.refusal(p).empty() || backend.id == Backend::cuda_simt) continue;
     detail::AttentionGradients g;
-    g.out = make(c.queries), g.d_out = make(c.queries);
+    g.out = make(c.queries), g.d_out = d_out;
     g.lse = Tensor::empty({c.batch, c.heads, c.queries}, f32, cuda);
     g.dq = make(c.queries), g.dk = make(c.keys), g.dv = make(c.keys);
     const cudaStream_t stream = gpu::stream_of(cuda);
-    const double forward = time(stream, [&] { backend.forward(p, g.out, g.lse); });
-    std::printf("%-24s %-9s %8.3f %8.1f", c.name.c_str(), name(backend.id), forward, 4e-9 * pairs / forward);
-    std::fflush(stdout);
+    std::printf("%-28s %-9s", c.name.c_str(), name(backend.id));
+    print(time(stream, [&] { backend.forward(p, g.out, g.lse); }), 4);
     const Tensor* const made[] = {&g.out, &g.lse, &g.dq, &g.dk, &g.dv};
     int64_t results = 0;
     for (const Tensor* x : made) results += static_cast<int64_t>(x->storage()->bytes());
@@ -131,8 +156,7 @@ void measure(const Case& c) {
     reset_peak_memory(cuda);
     for (const bool deterministic : {true, false}) {
       p.deterministic = deterministic;
-      const double backward = time(stream, [&] { backend.backward(p, g); });
-      std::printf(" %8.3f %8.1f", backward, 1e-8 * pairs / backward);
+      print(time(stream, [&] { backend.backward(p, g); }), 10);
     }
     std::printf(" %8.1f\n",
                 static_cast<double>(memory_stats(cuda).peak_bytes - before + results) / (1 << 20));
@@ -147,8 +171,10 @@ int main(int argc, char** argv) {
     std::puts("no CUDA device");
     return 0;
   }
-  std::printf("%-24s %-9s %8s %8s %8s %8s %8s %8s %8s\n", "", "", "forward", "TFLOP/s", "backward", "TFLOP/s",
-              "unordered", "TFLOP/s", "MiB");
+  std::printf("%-28s %-9s", "", "");
+  for (const char* pass : {"forward", "backward", "unordered"})
+    std::printf(" %9s %8s %8s", pass, "TFLOP/s", "visited");
+  std::printf(" %8s\n", "MiB");
   for (const Case& c : cases())
     if (argc < 2 || c.name.find(argv[1]) != std::string::npos) measure(c);
 }

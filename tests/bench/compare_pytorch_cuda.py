@@ -3,6 +3,8 @@
 usage: compare_pytorch_cuda.py attention|train         times PyTorch; one line a measurement, as JSON
        compare_pytorch_cuda.py table DIRECTORY         reads what both wrote there, prints ratios
 """
+import contextlib
+import datetime
 import json
 import os
 import re
@@ -35,25 +37,46 @@ def milliseconds(call):
 
 # --------------------------------------------------------------------------------------------------- attention
 
-def measured(name, backend, attend, q, k, v):
-    """Forward, backward, and the memory that both take beside the operands. What cannot run says so."""
+@contextlib.contextmanager
+def deterministic_algorithms():
     import torch
+
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which would take time
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def measured(name, backend, attend, tensors, in_order=None):
+    """Forward, backward, and the memory that both take beside the operands. What cannot run says so. `in_order`: True if
+    backward gives the same bits each time, or the same attention whose backward does under deterministic_algorithms."""
+    import torch
+
+    def backward(out):
+        return milliseconds(lambda: torch.autograd.grad(out, tensors, seed, retain_graph=True))
 
     entry = {"name": name, "backend": backend}
     try:
         with torch.no_grad():
-            entry["forward"] = milliseconds(lambda: attend(q, k, v))
+            entry["forward"] = milliseconds(lambda: attend(*tensors))
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-        out = attend(q, k, v)
+        out = attend(*tensors)
         seed = torch.randn_like(out)
-        gradients = torch.autograd.grad(out, (q, k, v), seed, retain_graph=True)
+        gradients = torch.autograd.grad(out, tensors, seed, retain_graph=True)
         torch.cuda.synchronize()
         entry["MiB"] = (torch.cuda.max_memory_allocated() - held - seed.nbytes) / 2**20
         del gradients
-        entry["backward"] = milliseconds(lambda: torch.autograd.grad(out, (q, k, v), seed, retain_graph=True))
-    except Exception as error:  # a backend refuses, or there is no memory
+        entry["backward"] = backward(out)
+        if in_order is True:
+            entry["in order"] = entry["backward"]
+        elif in_order is not None:
+            with deterministic_algorithms():
+                entry["in order"] = backward(in_order(*tensors))
+    except Exception as error:  # it refuses, or there is no memory
         entry["refused"] = str(error).split("\n")[0][:100]
     say(**entry)
     torch.cuda.empty_cache()
@@ -68,17 +91,37 @@ def attention():
     for limit in ("recompile_limit", "accumulated_recompile_limit"):  # beyond it, flex would run unfused
         setattr(torch._dynamo.config, limit, 1000)
     flex = torch.compile(flex_attention, dynamic=False)
+    try:
+        from flash_attn_interface import flash_attn_func
+    except ImportError:
+        flash_attn_func = None
+        say(absent="FlashAttention-3 (flash_attn_interface)")
+    try:
+        import natten
+    except ImportError:
+        natten = None
+        say(absent="NATTEN (natten)")
 
     def operands(batch, heads, queries, keys, width, dtype=torch.bfloat16):
         shapes = ((batch, heads, tokens, width) for tokens in (queries, keys, keys))
         return [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
+
+    def flash3(name, tensors, **options):
+        if flash_attn_func is None:
+            return
+
+        def attend(q, k, v, **more):  # [B, N, H, D]
+            out = flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options, **more)
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+        measured(name, "flash3", attend, tensors, lambda q, k, v: attend(q, k, v, deterministic=True))
 
     def fused(name, tensors, causal=False):
         for label, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
             def attend(q, k, v):
                 with sdpa_kernel(backend):
                     return scaled_dot_product_attention(q, k, v, is_causal=causal)
-            measured(name, label, attend, *tensors)
+            measured(name, label, attend, tensors, attend if label == "flash" else None)
+        flash3(name, tensors, causal=causal)
 
     def masked(name, label, allows, tensors, order=None):
         """`order`: the place in memory of each token, by which `allows` is asked."""
@@ -87,7 +130,9 @@ def attention():
             blocks = create_block_mask(rule, None, None, tensors[0].shape[2], tensors[1].shape[2], device="cuda")
         except Exception as error:
             return say(name=name, backend=label, refused=str(error).split("\n")[0][:100])
-        measured(name, label, lambda q, k, v: flex(q, k, v, block_mask=blocks), *tensors)
+        def attend(q, k, v):
+            return flex(q, k, v, block_mask=blocks)
+        measured(name, label, attend, tensors, in_order=True)
 
     for causal in (False, True):
         for width in (64, 128):
@@ -96,14 +141,27 @@ def attention():
                 tensors = operands(16384 // tokens, 2048 // width, tokens, tokens, width)
                 fused(name, tensors, causal)
                 if tokens == 8192 and not causal:
-                    measured(name, "flex", flex, *tensors)
+                    measured(name, "flex", flex, tensors, in_order=True)
                 elif tokens == 8192:
                     masked(name, "flex", lambda b, h, i, j: j <= i, tensors)
         fused(f"{'causal' if causal else 'full'} d256 N8192", operands(2, 8, 8192, 8192, 256), causal)
     for tokens, before, after in ((8192, 512, 511), (16384, 128, 127)):
-        masked(f"window {before + after + 1} d128 N{tokens}", "flex",
-               lambda b, h, i, j: (i - j <= before) & (j - i <= after),
-               operands(16384 // tokens, 16, tokens, tokens, 128))
+        name = f"window {before + after + 1} d128 N{tokens}"
+        tensors = operands(16384 // tokens, 16, tokens, tokens, 128)
+        masked(name, "flex", lambda b, h, i, j: (i - j <= before) & (j - i <= after), tensors)
+        flash3(name, tensors, window_size=(before, after))
+
+    def blocks(b, h, i, j):
+        i, j = i // 96, j // 96
+        return (i == j) | ((i * 7919 + j * 104729) % 1013 % 4 == 0)
+
+    lengths = torch.tensor([1900, 700, 2500, 300, 1100, 1692], device="cuda")
+    document = torch.repeat_interleave(torch.arange(len(lengths), device="cuda"), lengths)
+    for width in (64, 128):
+        tensors = operands(2, 2048 // width, 8192, 8192, width)
+        masked(f"lambda d{width} N8192", "flex", blocks, tensors)
+        masked(f"causal & document d{width} N8192", "flex",
+               lambda b, h, i, j: (j <= i) & (document[i] == document[j]), tensors)
     for side, window, batch, width in ((16, 5, 4, 64), (20, 5, 4, 64), (20, 5, 4, 128), (32, 5, 1, 64), (32, 9, 1, 64)):
         reach = window // 2
 
@@ -122,6 +180,18 @@ def attention():
         if all(side % length == 0 for length in box):
             places = torch.arange(side**3, device="cuda").reshape([n for b in box for n in (side // b, b)])
             masked(name, "flex boxes", near, tensors, places.permute(0, 2, 4, 1, 3, 5).flatten())
+        if natten is not None:
+            def padded(x):  # [B, X, Y, Z, H, D], each axis longer by what the windows of its ends reach
+                x = x.transpose(1, 2).unflatten(1, (side, side, side))
+                for axis in (1, 2, 3):
+                    x = torch.cat([x.narrow(axis, side - reach, reach), x, x.narrow(axis, 0, reach)], axis)
+                return x
+
+            def attend(q, k, v):
+                out = natten.na3d(padded(q), padded(k), padded(v), kernel_size=(window,) * 3)
+                inner = slice(reach, side + reach)
+                return out[:, inner, inner, inner].flatten(1, 3).transpose(1, 2)
+            measured(name, "pad, natten", attend, tensors)
     for queries, keys, width in ((4096, 4096, 40), (4096, 77, 40), (1024, 1024, 80), (256, 256, 160),
                                  (4096, 4096, 64), (4096, 77, 64)):
         fused(f"f16 {queries}x{keys} d{width}", operands(4, 8, queries, keys, width, torch.float16))
@@ -199,71 +269,119 @@ def train():
 
 # --------------------------------------------------------------------------------------------------- the table
 
-def conditions(path):
-    """Medians while the device worked, and the most memory used."""
-    rows = []
-    with open(path) as file:
-        for line in file:
-            try:
-                rows.append([float(field) for field in line.split(",")])
-            except ValueError:
-                pass  # "[N/A]", or a line that was cut
-    if not rows:
-        return "clocks and power: n/a"
-    busy = [row for row in rows if row[2] > 0.5 * max(r[2] for r in rows)]
-    sm, memory, power, temperature = (statistics.median(row[i] for row in busy) for i in range(4))
-    return (f"SM {sm:.0f} MHz, memory {memory:.0f} MHz, {power:.0f} W, {temperature:.0f} C, "
-            f"at most {max(row[4] for row in rows):.0f} MiB of the device used")
+def watched(path):
+    """What the watch of a part saw, by time: seconds, MHz of the SMs and of memory, W, C, MiB used."""
+    samples = []
+    if os.path.exists(path):
+        with open(path) as file:
+            for line in file:
+                when, *fields = line.split(",")
+                try:
+                    seconds = datetime.datetime.strptime(when.strip(), "%Y/%m/%d %H:%M:%S.%f").timestamp()
+                    numbers = [float(field) for field in fields]
+                except ValueError:
+                    continue  # "[N/A]", or a line that was cut
+                if len(numbers) == 5:
+                    samples.append((seconds, *numbers))
+    return samples
+
+
+def busy(samples):
+    """Medians while the device worked; None without samples."""
+    most = max((sample[3] for sample in samples), default=0)
+    worked = [sample for sample in samples if sample[3] > 0.5 * most]
+    return [statistics.median(column) for column in zip(*worked)] if worked else None
 
 
 def table(directory):
-    def lines(name):
-        path = os.path.join(directory, name)
+    samples = {}
+
+    def rows(part):
+        """What a part printed, line by line, and the conditions while it did."""
+        samples[part] = watched(os.path.join(directory, part + "-watch"))
+        path = os.path.join(directory, part)
         if not os.path.exists(path):
-            return []
+            return
+        before = 0.0
         with open(path) as file:
-            return file.read().splitlines()
+            for line in file:
+                when, _, text = line.rstrip("\n").partition(" ")
+                try:
+                    now = float(when)
+                except ValueError:
+                    continue
+                yield text, busy([sample for sample in samples[part] if before <= sample[0] <= now])
+                before = now
 
     ours, theirs = {}, {}
-    for line in lines("torus-attention"):
-        found = re.match(r"(\S.*\S)\s+(cuda_\w+|hopper)((?:\s+[\d.]+){7,})$", line)
+    for text, conditions in rows("torus-attention"):
+        found = re.match(r"(\S.*\S)\s+(cuda_\w+|hopper)((?:\s+[\d.]+){10})$", text)
         if found:
             n = [float(number) for number in found[3].split()]
             ours.setdefault(found[1], []).append(
-                {"backend": found[2], "forward": n[0], "backward": n[2], "unordered": n[4], "MiB": n[6]})
-    for line in lines("torus-train"):
-        found = re.match(r"(\w+)\s+([\d.]+) ms\s+([\d.]+) tok/s\s+([\d.]+) MiB", line)
+                {"backend": found[2], "forward": n[0], "backward": n[3], "unordered": n[6], "MiB": n[9],
+                 "visited": {"forward": n[2], "backward": n[5], "unordered": n[8]}, "conditions": conditions})
+    for text, conditions in rows("torus-train"):
+        found = re.match(r"(\w+)\s+([\d.]+) ms\s+([\d.]+) tok/s\s+([\d.]+) MiB", text)
         if found:
-            ours["train " + found[1]] = [{"backend": "torus", "step": float(found[2]), "MiB": float(found[4])}]
-    for file in ("pytorch-attention", "pytorch-train"):
-        for line in lines(file):
-            if line.startswith("{"):
-                entry = json.loads(line)
-                if "refused" not in entry:
-                    theirs.setdefault(entry["name"], []).append(entry)
+            ours["train " + found[1]] = [{"backend": "torus", "step": float(found[2]), "MiB": float(found[4]),
+                                          "conditions": conditions}]
+    for part in ("pytorch-attention", "pytorch-train"):
+        for text, conditions in rows(part):
+            if not text.startswith("{"):
+                continue
+            entry = json.loads(text)
+            if "absent" in entry:
+                print("not installed here:", entry["absent"])
+            elif "name" in entry:
+                theirs.setdefault(entry["name"], []).append({**entry, "conditions": conditions})
 
     def best(entries, what):
         there = [entry for entry in entries if what in entry]
         return min(there, key=lambda entry: entry[what]) if there else None
 
-    print(f"{'':24} {'':9} {'torus':>22} {'PyTorch':>28} {'PyTorch / torus':>20} {'MiB':>17}")
+    def device(entry):
+        return f"{entry['conditions'][1]:5.0f} {entry['conditions'][3]:4.0f}" if entry["conditions"] else "  n/a  n/a"
+
+    # What of torus is set beside what of the others.
+    pairs = (("forward", "forward"), ("unordered", "backward"), ("backward", "backward"), ("backward", "in order"),
+             ("step", "step"))
+    labels = {"unordered": "backward", "backward": "backward = each time"}
+    print(f"{'':28} {'':20} {'torus, ms':>19} {'best of the others, ms':>22} {'ratio':>7} {'MiB':>8} {'MiB':>8} "
+          f"{'MHz':>5} {'W':>4} {'MHz':>5} {'W':>4}")
     for name, entries in ours.items():
-        for what in ("forward", "backward", "unordered", "step"):
-            mine = best(entries, what)
-            other = best(theirs.get(name, []), "backward" if what == "unordered" else what)
-            if mine is None:
+        for mine, their in pairs:
+            ahead, other = best(entries, mine), best(theirs.get(name, []), their)
+            if ahead is None or (other is None and their == "in order"):
                 continue
-            text = f"{name:24} {what:9} {mine[what]:9.3f} ms {mine['backend']:>9}"
+            label = "both = each time" if their == "in order" else labels.get(mine, mine)
+            text = f"{name:28} {label:20} {ahead[mine]:9.3f} {ahead['backend']:>9}"
             if other is not None:
-                value = other["backward" if what == "unordered" else what]
-                text += f" {value:9.3f} ms {other['backend']:>15} {value / mine[what]:19.2f}x"
-                text += f" {mine['MiB']:8.0f} {other['MiB']:8.0f}"
+                text += (f" {other[their]:9.3f} {other['backend']:>12} {other[their] / ahead[mine]:6.2f}x"
+                         f" {ahead['MiB']:8.0f} {other.get('MiB', 0):8.0f} {device(ahead)} {device(other)}")
             print(text)
-    print("backward: of torus the same bits each time; unordered: in any order, as PyTorch's. MiB: held beside the operands, "
-          "by torus and PyTorch")
-    for part in ("torus-attention", "pytorch-attention", "torus-train", "pytorch-train"):
-        if lines(part + "-watch"):
-            print(f"{part:18} {conditions(os.path.join(directory, part + '-watch'))}")
+    print("ratio: the time of the others over that of torus. = each time: gives the same bits each time. MiB: held beside the "
+          "operands, MHz and W: of torus, then of the others")
+    refused = [(name, entry) for name, entries in theirs.items() for entry in entries if "refused" in entry]
+    for name, entry in refused:
+        print(f"{name:28} {entry['backend']} refused: {entry['refused']}")
+
+    # Masks cost in proportion to what their tiles hold.
+    print(f"{'':28} {'':9} TFLOP/s of all that is visited, and of the unmasked rate")
+    for name, entries in ours.items():
+        width = re.search(r" (d\d+) N\d+$", name)
+        unmasked = ours.get(f"full {width[1]} N8192", []) if width and not name.startswith("full") else []
+        for entry in entries:
+            for full in unmasked:
+                if full["backend"] == entry["backend"]:
+                    print(f"{name:28} {entry['backend']:9} " + ", ".join(
+                        f"{what} {rate:6.1f} {rate / full['visited'][what]:5.0%}"
+                        for what, rate in entry["visited"].items()))
+    for part, seen in samples.items():
+        medians = busy(seen)
+        if medians:
+            print(f"{part:18} SM {medians[1]:.0f} MHz, memory {medians[2]:.0f} MHz, {medians[3]:.0f} W, {medians[4]:.0f} C, "
+                  f"at most {max(sample[5] for sample in seen):.0f} MiB of the device used")
 
 
 if __name__ == "__main__":

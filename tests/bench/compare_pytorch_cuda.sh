@@ -1,22 +1,26 @@
 #!/usr/bin/env bash
 # Times Torus and PyTorch in turn on one CUDA device, attention and training steps, and prints both with their ratios,
-# memory, clocks and power. Wants the benchmarks built (-DTORUS_TESTS=ON) and a python3 that has PyTorch ($PYTHON).
+# memory, clocks and power. Wants the benchmarks built (-DTORUS_TESTS=ON) and a python3 that has PyTorch ($PYTHON);
+# FlashAttention-3 and NATTEN take part where they are installed.
 # usage: tests/bench/compare_pytorch_cuda.sh [attention|train]...
 set -euo pipefail
+export LC_ALL=C
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 script=tests/bench/compare_pytorch_cuda.py
-"$python" -c 'import torch; assert torch.cuda.is_available()' || { echo "$python has no PyTorch with CUDA"; exit 1; }
+"$python" -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null ||
+  { echo "$python has no PyTorch with CUDA" >&2; exit 1; }
 results=$(mktemp -d) watcher=
 trap '[[ -z $watcher ]] || kill "$watcher" 2> /dev/null || true; rm -rf "$results"' EXIT
-part() {  # part NAME COMMAND...: its output, while the device is watched
-  local name=$1
+part() {  # part NAME COMMAND...: its lines, each with the time, while the device is watched
+  local name=$1 line
   shift
-  nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu,memory.used --format=csv,noheader,nounits \
-    --loop-ms=200 > "$results/$name-watch" 2> /dev/null &
+  stdbuf -oL nvidia-smi --format=csv,noheader,nounits --loop-ms=50 \
+    --query-gpu=timestamp,clocks.sm,clocks.mem,power.draw.instant,temperature.gpu,memory.used \
+    > "$results/$name-watch" 2> /dev/null &
   watcher=$!
   echo "--- $name" >&2
-  "$@" | tee "$results/$name" >&2
+  { echo "starts"; "$@"; } | while IFS= read -r line; do echo "$EPOCHREALTIME $line"; done | tee "$results/$name" >&2
   kill "$watcher" 2> /dev/null || true
   watcher=
 }
