@@ -13,5 +13,14 @@ for preset in asan release; do
   cmake --preset "$preset" -DTORUS_TESTS=ON -DTORUS_EXAMPLES=ON
   cmake --build --preset "$preset" -j "$cores"
 done
-ctest --preset asan -j "$cores"
-ctest --preset release -j "$cores"
+# CTest's summary names the tests that were skipped; a line before it says how many they are.
+count_skipped() {
+  local line skipped=0
+  while IFS= read -r line; do
+    [[ $line != *'***Skipped'* ]] || skipped=$((skipped + 1))
+    [[ ! $line =~ ^[0-9]+%\ tests\ passed ]] || echo "$skipped tests skipped"
+    printf '%s\n' "$line"
+  done
+}
+ctest --preset asan -j "$cores" | count_skipped
+ctest --preset release -j "$cores" | count_skipped
