@@ -66,7 +66,7 @@ __global__ void find_firsts(uint32_t* first, const uint32_t* keys, int64_t rows,
 
 // Rows of one index that a warp sums; more are left to a block.
 constexpr uint32_t few = 32;
-// Vectors of a row that a lane sums at once; wider rows are cut along blockIdx.y.
+// Vectors of a row that a lane sums at once; wider rows are cut along blockIdx.x.
 constexpr int held = 4;
 
 // The rows positions[first], positions[first + step], ... below last, added to sums in this order.
@@ -116,12 +116,12 @@ __global__ void __launch_bounds__(threads)
     sum_few(T* __restrict__ dw, uint32_t* many, uint32_t* many_count, const T* __restrict__ g,
             const uint32_t* __restrict__ positions, const uint32_t* __restrict__ firsts, int64_t vocabulary,
             int64_t n, bool adds) {
-  const int64_t from = int64_t{blockIdx.y} * 32 * held * width;
-  const int64_t stride = int64_t{gridDim.x} * warps_a_block;
-  for (int64_t v = int64_t{blockIdx.x} * warps_a_block + threadIdx.x / 32; v < vocabulary; v += stride) {
+  const int64_t from = int64_t{blockIdx.x} * 32 * held * width;
+  const int64_t stride = int64_t{gridDim.y} * warps_a_block;
+  for (int64_t v = int64_t{blockIdx.y} * warps_a_block + threadIdx.x / 32; v < vocabulary; v += stride) {
     const uint32_t first = firsts[v], last = firsts[v + 1];
     if (last - first > few) {
-      if (threadIdx.x % 32 == 0 && blockIdx.y == 0) many[atomicAdd(many_count, 1)] = static_cast<uint32_t>(v);
+      if (threadIdx.x % 32 == 0 && blockIdx.x == 0) many[atomicAdd(many_count, 1)] = static_cast<uint32_t>(v);
       continue;
     }
     if (adds && first == last) continue;
@@ -141,9 +141,9 @@ __global__ void __launch_bounds__(32 * many_warps)
              const uint32_t* __restrict__ firsts, int64_t n, bool adds) {
   using C = gpu::compute<T>;
   __shared__ C total[held][width][32];
-  const int64_t from = int64_t{blockIdx.y} * 32 * held * width;
+  const int64_t from = int64_t{blockIdx.x} * 32 * held * width;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (uint32_t entry = blockIdx.x; entry < *many_count; entry += gridDim.x) {
+  for (uint32_t entry = blockIdx.y; entry < *many_count; entry += gridDim.y) {
     const uint32_t v = many[entry];
     C sums[held][width] = {};
     add_rows<T, width>(sums, g, positions, firsts[v] + warp, firsts[v + 1], many_warps, n, from);
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(32 * list_warps)
   __shared__ int found_by[list_warps];
   __shared__ C total[list_warps][32 * width];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t columns = int64_t{blockIdx.y} * 32 * width, from = columns + lane * width;
+  const int64_t columns = int64_t{blockIdx.x} * 32 * width, from = columns + lane * width;
   C sums[width] = {};
   for (int64_t start = 0; start < rows; start += list_piece) {
     unsigned hits[own];
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(32 * list_warps)
 #pragma unroll
     for (int k = 0; k < own; ++k) {
       const int64_t i = start + (warp * own + k) * 32 + lane;
-      hits[k] = __ballot_sync(0xffffffffu, i < rows && indices[i] == blockIdx.x);
+      hits[k] = __ballot_sync(0xffffffffu, i < rows && indices[i] == blockIdx.y);
       count += __popc(hits[k]);
     }
     if (lane == 0) found_by[warp] = count;
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(32 * list_warps)
   C sum = 0;
 #pragma unroll
   for (int w = 0; w < list_warps; ++w) sum += total[w][column];
-  T& to = dw[blockIdx.x * n + columns + column];
+  T& to = dw[blockIdx.y * n + columns + column];
   to = gpu::narrow<T>(adds ? gpu::widen(to) + sum : sum);
 }
 // Each block reads all indices.
@@ -230,6 +230,9 @@ template <class T>
 bool moves_packs(int64_t n, const T* a, const T* b) {
   return n % gpu::Pack<T>::count == 0 && gpu::is_aligned(a) && gpu::is_aligned(b);
 }
+
+// Of a row of n elements; along grid.x, which has no limit.
+unsigned parts_of(int64_t n, int64_t part) { return static_cast<unsigned>((n + part - 1) / part); }
 
 int index_fault() {
   static const int code = gpu::fault_code("embedding", "index");
@@ -265,7 +268,7 @@ void backward_by_lists(Tensor& dw, const Tensor& g, const Tensor& indices, bool 
     T* const to = gpu::write<T>(dw);
     const T* const from = gpu::read<T>(g);
     const auto launch = [&](auto kernel, int64_t width) {
-      const dim3 grid(static_cast<unsigned>(dw.size(0)), gpu::blocks_for(n, static_cast<int>(32 * width)));
+      const dim3 grid(parts_of(n, 32 * width), static_cast<unsigned>(dw.size(0)));
       kernel<<<grid, 32 * list_warps, 0, gpu::stream_of(dw)>>>(to, from, gpu::read<int64_t>(indices),
                                                                indices.numel(), n, adds);
       gpu::check_launch("embedding");
@@ -319,12 +322,12 @@ void backward(Tensor& dw, const Tensor& g, const Tensor& indices, bool adds) {
     T* const to = gpu::write<T>(dw);
     const T* const from = gpu::read<T>(g);
     const auto launch = [&](auto sum_few_kernel, auto sum_many_kernel, int64_t width) {
-      const auto parts = static_cast<unsigned>((n + 32 * held * width - 1) / (32 * held * width));
-      sum_few_kernel<<<dim3(gpu::blocks_for(vocabulary, warps_a_block), parts), threads, 0, stream>>>(
+      const unsigned parts = parts_of(n, 32 * held * width);
+      sum_few_kernel<<<dim3(parts, gpu::blocks_for(vocabulary, warps_a_block, 65535)), threads, 0, stream>>>(
           to, many, many + most_many, from, positions, firsts, vocabulary, n, adds);
       gpu::check_launch("embedding");
       if (most_many == 0) return;
-      sum_many_kernel<<<dim3(gpu::blocks_for(most_many, 1, 1024), parts), 32 * many_warps, 0, stream>>>(
+      sum_many_kernel<<<dim3(parts, gpu::blocks_for(most_many, 1, 1024)), 32 * many_warps, 0, stream>>>(
           to, many, many + most_many, from, positions, firsts, n, adds);
       gpu::check_launch("embedding");
     };

@@ -1,4 +1,4 @@
-// Times the matrix products of a GPT's step on a CUDA device: as cuBLASLt expects to be the fastest, and
+// Times the matrix products of a GPT's step on a CUDA device, alone and with what they do besides.
 //     product_cuda_bench [CHANNELS TOKENS VOCABULARY]
 #include <torus/core/gemm.h>
 #include <torus/torus.h>

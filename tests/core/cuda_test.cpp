@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <iostream>
 
 #include "core/expect_error.h"
 #include "torus/core/gemm.h"
@@ -188,7 +187,7 @@ TEST_F(CudaProduct, AgreesWithTheCpu) {
   }
 }
 
-// c, and what GELU was given.
+// c, and what GELU was given. Of 16 bits alone, and small ones need not be possible.
 TEST_F(CudaProduct, GeluOnTheWay) {
   for (DType dtype : {f16, bf16, f32})
     for (const auto& [m, n, k] : {std::array<int64_t, 3>{512, 256, 128}, {40, 72, 64}, {40, 33, 64}})
@@ -198,14 +197,15 @@ TEST_F(CudaProduct, GeluOnTheWay) {
         Tensor c = Tensor::empty({m, n}, dtype, cuda), input = c.clone(), expected = c.clone();
         const double tolerance = dtype == f16 ? 2e-3 : 1e-2;
         product(expected, a, b.transpose(0, 1), {.bias = bias});
-        if (product_gelu(c, input, a, b.transpose(0, 1), bias)) {
-          EXPECT_LT(difference(input, expected), tolerance) << dtype << m << with_bias;
-          auto x = expected.to_vector<double>();
-          for (double& v : x) v *= 0.5 * (1 + std::tanh(0.7978845608028654 * (v + 0.044715 * v * v * v)));
-          EXPECT_LT(difference(c, Tensor::from(x, {m, n})), tolerance) << dtype << m << with_bias;
-        } else {
-          std::cout << "no product with GELU of " << dtype << " [" << m << ", " << n << ", " << k << "]\n";
+        const bool done = product_gelu(c, input, a, b.transpose(0, 1), bias);
+        if (m == 512) {
+          EXPECT_EQ(done, dtype != f32) << dtype << with_bias;
         }
+        if (!done) continue;
+        EXPECT_LT(difference(input, expected), tolerance) << dtype << m << with_bias;
+        auto x = expected.to_vector<double>();
+        for (double& v : x) v *= 0.5 * (1 + std::tanh(0.7978845608028654 * (v + 0.044715 * v * v * v)));
+        EXPECT_LT(difference(c, Tensor::from(x, {m, n})), tolerance) << dtype << m << with_bias;
       }
 }
 

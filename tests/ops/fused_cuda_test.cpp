@@ -223,6 +223,15 @@ TEST_F(FusedCuda, Embedding) {
     }
 }
 
+// More parts of a row than there are blocks along y of a grid.
+TEST_F(FusedCuda, EmbeddingPassesTwoToTheTwentyFirstColumns) {
+  const int64_t width = (1 << 21) + 33;
+  const Tensor indices = Tensor::from<int64_t>({2, 0, 2, 1, 2});
+  expect_same(
+      label(f32, {3, 5, width}), [&](const auto& v) { return embedding(v[0], indices.to(v[0].device())); },
+      {randn({3, width})}, randn({5, width}));
+}
+
 TEST_F(FusedCuda, DropoutHasTheBitsOfTheCpu) {
   for (DType dtype : {f64, f32, f16, bf16})
     for (int64_t count : {1, 3, 63, 64, 255, 256, 257, 1000, 100000})
