@@ -120,6 +120,7 @@ void start() {
 void stop() {
   const Cupti& library = cupti();
   if (cuda_device_count() == 0 || !library.found()) return;
+  gpu::end_capture("the step ends a profile");
   cudaDeviceSynchronize();
   for (CUpti_ActivityKind kind : kinds) library.disable(kind);
   library.flush(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED);

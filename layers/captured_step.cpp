@@ -11,7 +11,7 @@ void CapturedStep::operator()() {
   if (!why_not_.empty()) return step_();
   if (runs_ == ordinary_runs) {
     graph_ = capture(device_, bytes_, step_, why_not_);
-    if (!graph_) std::cerr << "[captured_step] not captured: " << why_not_ << std::endl;
+    if (!graph_) std::cerr << "torus: not captured: " << why_not_ << std::endl;
     return;
   }
   ++runs_;

@@ -13,7 +13,7 @@ script=tests/bench/compare_pytorch_cuda.py
 results=$(mktemp -d) watcher=
 trap '[[ -z $watcher ]] || kill "$watcher" 2> /dev/null || true; rm -rf "$results"' EXIT
 part() {  # part NAME COMMAND...: its lines, each with the time, while the device is watched
-  local name=$1 line
+  local name=$1 line start=$SECONDS
   shift
   stdbuf -oL nvidia-smi --format=csv,noheader,nounits --loop-ms=50 \
     --query-gpu=timestamp,clocks.sm,clocks.mem,power.draw.instant,temperature.gpu,memory.used \
@@ -23,6 +23,7 @@ part() {  # part NAME COMMAND...: its lines, each with the time, while the devic
   { echo "starts"; "$@"; } | while IFS= read -r line; do echo "$EPOCHREALTIME $line"; done | tee "$results/$name" >&2
   kill "$watcher" 2> /dev/null || true
   watcher=
+  echo "--- $name took $((SECONDS - start)) s" >&2
 }
 [[ $# -gt 0 ]] || set -- attention train
 for work in "$@"; do

@@ -88,6 +88,15 @@ TEST(Memory, HeldByTheOpThatMadeIt) {
   EXPECT_EQ(total, memory_stats().live_bytes);
 }
 
+TEST(Memory, ADeviceWithoutGraphsRunsTheStep) {
+  int runs = 0;
+  std::string why_not;
+  const auto step = [&] { ++runs; };
+  EXPECT_EQ(capture(cpu, 0, step, why_not), nullptr);
+  EXPECT_EQ(runs, 1);
+  EXPECT_FALSE(why_not.empty());
+}
+
 TEST(Memory, Errors) {
   const Tensor held = Tensor::zeros({1 << 20});
   EXPECT_ERROR(Tensor::empty({int64_t{1} << 50}), Memory, "cannot allocate");
