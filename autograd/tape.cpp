@@ -7,6 +7,7 @@
 #include <set>
 
 #include "torus/core/profiler.h"
+#include "torus/core/random.h"
 
 namespace torus {
 
@@ -46,6 +47,13 @@ class Exchanged {
   T& variable_;
   T old_;
 };
+
+// A leaf that the function of `recompute` used in forward, and its value then.
+struct UsedLeaf {
+  Variable leaf;
+  Saved value;
+};
+thread_local std::vector<UsedLeaf>* used_leaves = nullptr;  // null: nobody asks
 
 // Where copies of Saved tell their storage while a tape counts what its nodes keep.
 thread_local std::vector<const Storage*>* held_storages = nullptr;
@@ -395,6 +403,17 @@ void Tape::backward(const std::vector<Variable>& outputs, const std::vector<Tens
 
 // ------------------------------------------------------------------------------------------------ record
 
+namespace {
+
+void note_used(const Variable& leaf) {
+  const Tensor& value = leaf.value();
+  if (std::none_of(used_leaves->begin(), used_leaves->end(),
+                   [&](const UsedLeaf& other) { return &other.leaf.value() == &value; }))
+    used_leaves->push_back({leaf, Saved(value)});
+}
+
+}  // namespace
+
 bool recording(const char* op, std::span<const Variable> inputs) {
   bool wanted = false;
   for (const Variable& input : inputs) {
@@ -403,6 +422,7 @@ bool recording(const char* op, std::span<const Variable> inputs) {
           "] an input was recorded on a tape that is gone or lives on another thread; detach() keeps its "
           "value");
     wanted = true;
+    if (used_leaves && input.is_leaf()) note_used(input);
   }
   return wanted && Tape::current();
 }
@@ -426,49 +446,88 @@ Variable record(const char* op, std::span<const Variable> inputs, const Tensor& 
 
 namespace {
 
-// Puts a generator back where it was, whatever happens in between.
-class KeepState {
+// Puts generators back where they are now, whatever happens in between.
+class KeepStates {
  public:
-  explicit KeepState(Generator& generator) : generator_(generator), state_(generator.state()) {}
-  ~KeepState() { generator_.set_state(state_); }
-  KeepState(const KeepState&) = delete;
-  KeepState& operator=(const KeepState&) = delete;
+  explicit KeepStates(std::span<const detail::DrawObserver::Draws> drawn) {
+    for (const auto& draws : drawn) states_.emplace_back(draws.generator, draws.generator->state());
+  }
+  ~KeepStates() {
+    for (const auto& [generator, state] : states_) generator->set_state(state);
+  }
+  KeepStates(const KeepStates&) = delete;
+  KeepStates& operator=(const KeepStates&) = delete;
 
  private:
-  Generator& generator_;
-  Generator::State state_;
+  std::vector<std::pair<Generator*, Generator::State>> states_;
+};
+
+// An output without its value, which `recompute` must not hold.
+struct Form {
+  DType dtype;
+  Shape shape;
 };
 
 }  // namespace
 
 std::vector<Variable> recompute_list(
-    std::function<std::vector<Variable>(const std::vector<Variable>&)> function, std::vector<Variable> inputs,
-    Generator& generator) {
+    std::function<std::vector<Variable>(const std::vector<Variable>&)> function,
+    std::vector<Variable> inputs) {
   Tape* tape = Tape::current();
   recording("recompute", inputs);  // for its check of dead tapes
   if (!tape) return function(inputs);
 
-  const Generator::State start = generator.state();
   std::vector<Tensor> outputs;
+  std::vector<Form> forms;
   std::vector<Saved> saved;
+  std::vector<UsedLeaf> used;
+  std::vector<detail::DrawObserver::Draws> drawn;
   {
     const NoGrad forward_only;
-    for (const Variable& output : function(inputs)) outputs.push_back(output.value());
-    for (const Variable& input : inputs) saved.emplace_back(input.value());
+    const Exchanged note(used_leaves, &used);
+    const detail::DrawObserver observer;
+    for (const Variable& output : function(inputs)) {
+      check(output.defined(), Error::Kind::Value, "[recompute] expected defined outputs, got output ",
+            outputs.size(), " undefined");
+      outputs.push_back(output.value());
+      forms.push_back({output.dtype(), output.shape()});
+    }
+    for (const Variable& input : inputs) saved.emplace_back(input.defined() ? input.value() : Tensor());
+    drawn = observer.draws();
   }
-  return tape->append("recompute", inputs, outputs, [=, &generator](const OutputGrads& grads) {
+  return tape->append("recompute", inputs, outputs, [=](const OutputGrads& grads) {
+    for (const auto& [leaf, value] : used)
+      check(leaf.value().storage() == value.get().storage(), Error::Kind::Version,
+            "[recompute] expected a leaf ", value.get().shape(), " as it was in forward, got another ",
+            leaf.shape(), " in its place");
     std::vector<Variable> leaves;
-    for (size_t i = 0; i < saved.size(); ++i) leaves.emplace_back(saved[i].get(), grads.wants(i));
+    for (size_t i = 0; i < saved.size(); ++i)
+      leaves.push_back(saved[i].defined() ? Variable(saved[i].get(), grads.wants(i)) : Variable());
     Tape inner;
     inner.inside_recompute_ = true;
     std::vector<Variable> again;
     {
-      const KeepState keep(generator);
-      generator.set_state(start);
+      const KeepStates keep(drawn);
+      for (const auto& draws : drawn) draws.generator->set_state(draws.first);
+      const detail::DrawObserver observer;
       again = function(leaves);
+      check(observer.draws() == drawn, Error::Kind::Value,
+            "[recompute] expected the random draws of forward, got others the second time; was a module set "
+            "to train or not in between?");
     }
+    check(again.size() == forms.size(), Error::Kind::Value,
+          "[recompute] expected as many outputs as in forward, ", forms.size(), ", got ", again.size(),
+          " the second time");
     std::vector<Tensor> seeds;
-    for (size_t i = 0; i < again.size(); ++i) seeds.push_back(again[i].requires_grad() ? grads[i] : Tensor());
+    for (size_t i = 0; i < again.size(); ++i) {
+      const auto& [dtype, shape] = forms[i];
+      check(again[i].defined(), Error::Kind::Value, "[recompute] expected output ", i,
+            " as in forward, got an undefined one the second time");
+      check(again[i].dtype() == dtype && again[i].shape() == shape, Error::Kind::Shape,
+            "[recompute] expected output ", i, " to be ", dtype, ' ', shape, " as in forward, got ",
+            again[i].dtype(), ' ', again[i].shape(), " the second time");
+      seeds.push_back(again[i].requires_grad() ? grads[i] : Tensor());
+    }
     inner.backward(again, seeds);
     std::vector<Tensor> results;
     for (const Variable& leaf : leaves) results.push_back(leaf.requires_grad() ? leaf.grad() : Tensor());

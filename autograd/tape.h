@@ -12,7 +12,6 @@
 
 #include "torus/autograd/anomaly.h"
 #include "torus/autograd/variable.h"
-#include "torus/core/random.h"
 
 namespace torus {
 
@@ -142,7 +141,7 @@ class Tape {
   friend class Variable;
   friend std::vector<Variable> recompute_list(
       std::function<std::vector<Variable>(const std::vector<Variable>&)> function,
-      std::vector<Variable> inputs, Generator& generator);
+      std::vector<Variable> inputs);
 };
 
 /// While alive, nothing records on this thread (a Tape made inside it does).
@@ -173,13 +172,16 @@ inline Variable record(const char* op, std::initializer_list<Variable> inputs, c
   return record(op, std::span(inputs.begin(), inputs.size()), output, std::move(backward), infinities);
 }
 
-/// `function(inputs)` without keeping what its ops save: backward runs it again, with the generator where it
-/// was, so dropout repeats. Always recorded while a tape is alive, because parameters inside may want
-/// gradients. `function` must depend on values of the outer tape only through `inputs`; a captured one
-/// throws.
+/// `function(inputs)` without keeping what its ops save: backward runs it again, with every generator that it
+/// drew from where that was, so dropout repeats; generators made outside of it must outlive backward. Always
+/// recorded while a tape is alive, because parameters inside may want gradients. `function` must depend on
+/// values of the outer tape only through `inputs`; a captured one throws. It must compute the same both
+/// times, so leave modules in the mode they had in forward until backward is done. What tells that it does
+/// not throws: leaves that were written to or replaced, other draws, and outputs of another count, shape or
+/// dtype.
 std::vector<Variable> recompute_list(
-    std::function<std::vector<Variable>(const std::vector<Variable>&)> function, std::vector<Variable> inputs,
-    Generator& generator = default_generator());
+    std::function<std::vector<Variable>(const std::vector<Variable>&)> function,
+    std::vector<Variable> inputs);
 
 /// The same for a function of Variables that returns one: `recompute(block, x)`.
 template <class F, class... Inputs>

@@ -1,7 +1,9 @@
 #include "torus/core/random.h"
 
+#include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <utility>
 
 #include "torus/core/parallel.h"
 #include "torus/core/strided.h"
@@ -44,6 +46,19 @@ int64_t scaled(uint64_t bits, int64_t bound) {
 
 thread_local detail::CapturedDraws* detail::captured_draws = nullptr;
 
+namespace {
+thread_local detail::DrawObserver* draw_observer = nullptr;  // the innermost
+}  // namespace
+
+detail::DrawObserver::DrawObserver() : outer_(std::exchange(draw_observer, this)) {}
+
+detail::DrawObserver::~DrawObserver() { draw_observer = outer_; }
+
+Generator::~Generator() {
+  for (auto* observer = draw_observer; observer; observer = observer->outer_)
+    std::erase_if(observer->draws_, [this](const auto& draws) { return draws.generator == this; });
+}
+
 uint64_t Generator::reserve(uint64_t count) {
   if (auto* draws = detail::captured_draws) {
     if (!draws->generator) draws->generator = this, draws->before = state_;
@@ -52,9 +67,18 @@ uint64_t Generator::reserve(uint64_t count) {
     else
       draws->end_capture("the step draws from more than one generator");
   }
-  const uint64_t first = state_.position;
+  const State before = state_;
   state_.position += count;
-  return first;
+  for (auto* observer = draw_observer; observer; observer = observer->outer_) {
+    auto& all = observer->draws_;
+    const auto found =
+        std::find_if(all.begin(), all.end(), [this](const auto& draws) { return draws.generator == this; });
+    if (found == all.end())
+      all.push_back({this, before, state_});
+    else
+      found->last = state_;
+  }
+  return before.position;
 }
 
 uint64_t Generator::bits() {

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <vector>
 
 #include "torus/core/tensor.h"
 
@@ -32,6 +33,9 @@ class Generator {
   };
 
   explicit Generator(uint64_t seed = 0) : state_{seed, 0} {}
+  Generator(const Generator&) = default;
+  Generator& operator=(const Generator&) = default;
+  ~Generator();
 
   /// Takes `count` positions and returns the first.
   uint64_t reserve(uint64_t count);
@@ -59,6 +63,29 @@ struct CapturedDraws {
   void (*end_capture)(const char* why) = nullptr;
 };
 extern thread_local CapturedDraws* captured_draws;  // null: no step is being captured on this thread
+
+/// While alive, notes which generators this thread draws from, and where they stood.
+class DrawObserver {
+ public:
+  struct Draws {
+    Generator* generator;
+    Generator::State first, last;  // before the first draw and after the last
+    bool operator==(const Draws&) const = default;
+  };
+
+  DrawObserver();
+  ~DrawObserver();
+  DrawObserver(const DrawObserver&) = delete;
+  DrawObserver& operator=(const DrawObserver&) = delete;
+
+  /// One entry a generator, in the order of their first draws; none of a generator that is gone.
+  const std::vector<Draws>& draws() const { return draws_; }
+
+ private:
+  std::vector<Draws> draws_;
+  DrawObserver* outer_;  // it sees the same draws
+  friend class torus::Generator;
+};
 }  // namespace detail
 
 /// The generator that is used where none is given. `manual_seed` restarts it.

@@ -486,7 +486,7 @@ TEST(Recompute, SameGradientsSameRandomBits) {
   EXPECT_EQ(results[0], results[1]);
 }
 
-TEST(Recompute, NestsAndTakesAGenerator) {
+TEST(Recompute, Nests) {
   const Tensor input = randn({5}, 0, 1, f64);
   std::vector<double> grads[2];
   for (bool again : {false, true}) {
@@ -498,12 +498,43 @@ TEST(Recompute, NestsAndTakesAGenerator) {
     };
     const auto outer = [&](const std::vector<Variable>& v) {
       const Variable y = noise(v[0], generator);
-      return again ? recompute_list(inner, {y}, generator) : inner({y});
+      return again ? recompute_list(inner, {y}) : inner({y});
     };
-    tape.backward(sum(again ? recompute_list(outer, {x}, generator)[0] : outer({x})[0]));
+    tape.backward(sum(again ? recompute_list(outer, {x})[0] : outer({x})[0]));
     grads[again] = values(x.grad());
   }
   EXPECT_EQ(grads[0], grads[1]);
+}
+
+// Whichever generators are drawn from: the default one, others, one that the function makes.
+TEST(Recompute, EveryGeneratorRepeats) {
+  const Tensor input = randn({50}, 0, 1, f64);
+  Generator::State first[2];
+  std::vector<double> grads[2];
+  for (bool again : {false, true}) {
+    const Variable x(input, true);
+    Generator a(3), b(4);
+    rand({7}, 0, 1, f64, b);
+    manual_seed(5);
+    const auto block = [&](const Variable& v) {
+      Generator own(6);
+      return noise(noise(noise(noise(noise(v, b)), a), own), b);
+    };
+    Tape tape;
+    const Variable y = again ? recompute(block, x) : block(x);
+    noise(x, b);
+    b = Generator(8);  // neither draws nor a new seed in between matter, and both are kept
+    manual_seed(9);
+    const Generator::State before[] = {a.state(), b.state(), default_generator().state()};
+    tape.backward(sum(y));
+    EXPECT_EQ(a.state(), before[0]);
+    EXPECT_EQ(b.state(), before[1]);
+    EXPECT_EQ(default_generator().state(), before[2]);
+    grads[again] = values(x.grad());
+    first[again] = before[0];
+  }
+  EXPECT_EQ(grads[0], grads[1]);
+  EXPECT_EQ(first[0], first[1]);
 }
 
 TEST(Recompute, ParametersInsideGetGradients) {
@@ -569,6 +600,89 @@ TEST(Recompute, Errors) {
     EXPECT_EQ(Tape::current(), &tape);
     EXPECT_EQ(default_generator().state(), before);
   }
+}
+
+// What differs the second time is said, never a wrong gradient.
+TEST(Recompute, ASecondRunThatDiffersIsCaught) {
+  const Variable x = leaf({2, 5});
+  using Values = std::vector<Variable>;
+  const auto error_of = [&](const auto& first, const auto& second, Error::Kind kind,
+                            const std::string& text) {
+    int calls = 0;
+    Tape tape;
+    const Values y =
+        recompute_list([&](const Values& v) { return calls++ ? second(v[0]) : first(v[0]); }, {x});
+    std::vector<Tensor> seeds;
+    for (const Variable& output : y) seeds.push_back(Tensor::full(output.shape(), 1, f64));
+    try {
+      tape.backward(y, seeds);
+      ADD_FAILURE() << "expected: " << text;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.what(), text);
+      EXPECT_EQ(error.kind(), kind);
+    }
+  };
+  const auto one = [](const Variable& v) { return Values{mul(v, v)}; };
+  const auto two = [](const Variable& v) { return Values{mul(v, v), v}; };
+  const auto none = [](const Variable&) { return Values(); };
+  const auto total = [](const Variable& v) { return Values{sum(v)}; };
+  const auto narrow = [](const Variable& v) { return Values{Variable(v.value().to(f32))}; };
+  const auto undefined = [](const Variable&) { return Values{Variable()}; };
+  const auto random = [](const Variable& v) { return Values{noise(v)}; };
+  const auto twice = [](const Variable& v) { return Values{noise(noise(v))}; };
+  const auto shape = Error::Kind::Shape, value = Error::Kind::Value;
+  error_of(one, two, value, "[recompute] expected as many outputs as in forward, 1, got 2 the second time");
+  error_of(two, one, value, "[recompute] expected as many outputs as in forward, 2, got 1 the second time");
+  error_of(two, none, value, "[recompute] expected as many outputs as in forward, 2, got 0 the second time");
+  error_of(one, total, shape,
+           "[recompute] expected output 0 to be f64 [2] as in forward, got f64 [] the second time");
+  error_of(one, narrow, shape,
+           "[recompute] expected output 0 to be f64 [2] as in forward, got f32 [2] the second time");
+  error_of(one, undefined, value,
+           "[recompute] expected output 0 as in forward, got an undefined one the second time");
+  const std::string draws =
+      "[recompute] expected the random draws of forward, got others the second time; was a module set to "
+      "train or not in between?";
+  error_of(random, one, value, draws);
+  error_of(one, random, value, draws);
+  error_of(random, twice, value, draws);
+  Tape tape;
+  EXPECT_ERROR(recompute([](const Variable&) { return Variable(); }, x), Value,
+               "[recompute] expected defined outputs, got output 0 undefined");
+}
+
+// Leaves that the function uses without being given them, as a module does its parameters.
+TEST(Recompute, LeavesWrittenInBetweenAreCaught) {
+  const Variable x = leaf({2, 5});
+  Parameter p(Tensor::from({3., 4.}));
+  const auto block = [&](const Variable& v) { return mul(v, mul(v, p)); };
+  {
+    Tape tape;
+    const Variable y = sum(recompute(block, x));
+    p.mutable_value().fill_(100);
+    EXPECT_ERROR(tape.backward(y), Version, "[recompute] a tensor [2] that backward needs was written to");
+  }
+  {
+    Tape tape;
+    const Variable y = sum(recompute(block, x));
+    p.mutable_value() = p.value().clone();
+    EXPECT_ERROR(tape.backward(y), Version,
+                 "[recompute] expected a leaf [2] as it was in forward, got another [2] in its place");
+  }
+  Tape tape;  // nested, where only the inner function uses it
+  const Variable y = sum(recompute([&](const Variable& v) { return recompute(block, v); }, x));
+  p.mutable_value().fill_(7);
+  EXPECT_ERROR(tape.backward(y), Version, "was written to");
+}
+
+TEST(Recompute, InputsMayBeUndefined) {
+  const Variable x = leaf({2, 5});
+  Tape tape;
+  const auto block = [](const Variable& v, const Variable& optional) {
+    return optional.defined() ? mul(v, optional) : mul(v, v);
+  };
+  tape.backward(sum(recompute(block, x, Variable())));
+  EXPECT_EQ(values(x.grad()), (std::vector<double>{4, 10}));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include "torus/autograd/gradcheck.h"
 #include "torus/autograd/tape.h"
+#include "torus/core/random.h"
 
 namespace torus::test {
 
