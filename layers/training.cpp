@@ -1,25 +1,44 @@
 #include "torus/layers/training.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "torus/core/kernel.h"
 #include "torus/layers/optim_kernels.h"
-#include "torus/ops/ops.h"
 
 namespace torus {
 
 double backward_mean(int64_t count, const std::function<Variable(int64_t)>& loss, double scale) {
   check(count > 0, Error::Kind::Value, "[backward_mean] expected at least one loss, got ", count);
-  double total = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    Tape tape;
-    const Variable value = loss(i);
-    tape.backward(value, {.seed = Tensor::full(value.shape(), scale / static_cast<double>(count),
-                                               value.dtype(), value.device())});
-    total += value.item();
+  return backward_mean(std::vector<double>(static_cast<size_t>(count), 1), loss, scale);
+}
+
+double backward_mean(const std::vector<double>& weights, const std::function<Variable(int64_t)>& loss,
+                     double scale) {
+  check(!weights.empty(), Error::Kind::Value, "[backward_mean] expected at least one loss, got 0");
+  double sum = 0, total = 0;
+  for (double weight : weights) {
+    check(weight >= 0 && std::isfinite(weight), Error::Kind::Value,
+          "[backward_mean] expected finite weights of at least 0, got ", weight);
+    sum += weight;
   }
-  return total / static_cast<double>(count);
+  for (size_t i = 0; i < weights.size(); ++i) {
+    if (weights[i] == 0) continue;
+    const double share = weights[i] / sum;
+    Tape tape;
+    const Variable value = loss(static_cast<int64_t>(i));
+    tape.backward(value, {.seed = Tensor::full(value.shape(), scale * share, value.dtype(), value.device())});
+    total += share * value.item();
+  }
+  return total;
+}
+
+int64_t counted_targets(const Tensor& targets, int64_t ignored) {
+  check(targets.dtype() == i64, Error::Kind::DType, "[counted_targets] expected targets of i64, got ",
+        targets.dtype());
+  const auto all = targets.to_vector<int64_t>();
+  return std::count_if(all.begin(), all.end(), [=](int64_t target) { return target != ignored; });
 }
 
 ExponentialMovingAverage::ExponentialMovingAverage(std::vector<NamedParameter> parameters, double decay)

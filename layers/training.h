@@ -9,12 +9,20 @@
 
 namespace torus {
 
+#include "torus/ops/ops.h"
 /// Adds the gradient of the mean of loss(0), ..., loss(count - 1) into the leaves, and returns that mean. One
 /// tape after another, so memory is that of one loss. `scale` multiplies the gradients, not the result.
 double backward_mean(int64_t count, const std::function<Variable(int64_t)>& loss, double scale = 1);
+/// The same for a mean weighed by `weights`, one a loss; of weight 0 none is computed, and no weight at all
+/// gives 0. A batch equals its parts only if each mean loss is weighed by the targets that count in it:
+/// `counted_targets`.
+double backward_mean(const std::vector<double>& weights, const std::function<Variable(int64_t)>& loss,
+                     double scale = 1);
+/// How many targets (i64) are not `ignored`: of how many their loss is the mean. Waits for the device.
+int64_t counted_targets(const Tensor& targets, int64_t ignored = ignore_none);
 
-/// Mean of loss(batch) over a range of batches, each counted alike. Records nothing; the module is not in
-/// training meanwhile. Throws Error{Value} without a batch.
+/// Mean of loss(batch) over a range of batches, each counted alike. Records nothing; the module and those
+/// below it are not in training meanwhile. Throws Error{Value} without a batch.
 template <class Batches, class Loss>
 double mean_loss(Module& module, Batches&& batches, Loss&& loss);
 

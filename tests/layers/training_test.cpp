@@ -123,6 +123,40 @@ TEST(BackwardMean, OneBatchEqualsItsParts) {
   EXPECT_ERROR(backward_mean(0, [&](int64_t) { return Variable(); }), Value, "at least one loss, got 0");
 }
 
+// Where some targets do not count, parts weigh by those that do.
+TEST(BackwardMean, OneBatchEqualsItsPartsOfUnequalCounts) {
+  Generator generator(6);
+  GPT model({.vocab_size = 7, .context = 6, .layers = 1, .heads = 2, .width = 8, .dtype = f64}, generator);
+  randomize(model, 0.4, generator);
+  const Tensor tokens = randint({6, 6}, 0, 7, generator);
+  Tensor targets = randint({6, 6}, 0, 7, generator);
+  targets.slice(0, 1, 2).fill_(ignore_none);                 // one part has none
+  targets.slice(0, 2, 4).slice(1, 0, 5).fill_(ignore_none);  // few
+  targets.slice(0, 4, 5).slice(1, 0, 6, 2).fill_(ignore_none);
+  EXPECT_EQ(counted_targets(targets), 6 + 2 + 3 + 6);
+  EXPECT_ERROR(counted_targets(Tensor::zeros({2})), DType, "expected targets of i64, got f32");
+  std::vector<double> losses;
+  std::vector<std::vector<double>> gradients;
+  for (int64_t parts : {1, 2, 3, 6}) {
+    const auto part = [&](const Tensor& all, int64_t i) {
+      return all.slice(0, i * 6 / parts, (i + 1) * 6 / parts);
+    };
+    std::vector<double> counts;
+    for (int64_t i = 0; i < parts; ++i)
+      counts.push_back(static_cast<double>(counted_targets(part(targets, i))));
+    model.zero_grad();
+    losses.push_back(
+        backward_mean(counts, [&](int64_t i) { return model.loss(part(tokens, i), part(targets, i)); }));
+    gradients.push_back(flat_gradients(model));
+    EXPECT_NEAR(losses.back(), losses[0], 1e-12 * losses[0]) << parts;
+    EXPECT_LT(relative_error(gradients.back(), gradients[0]), 1e-12) << parts;
+  }
+  const auto never = [](int64_t) -> Variable { fail(Error::Kind::Value, "called"); };
+  EXPECT_EQ(backward_mean({0., 0.}, never), 0);
+  EXPECT_ERROR(backward_mean({1., -1.}, never), Value, "expected finite weights of at least 0, got -1");
+  EXPECT_ERROR(backward_mean(std::vector<double>(), never), Value, "expected at least one loss, got 0");
+}
+
 TEST(ExponentialMovingAverage, AveragesAndSwaps) {
   Parameter a(Tensor::from<double>({1, 2})), b(Tensor::full({2}, 3, bf16));
   ExponentialMovingAverage average({{"a", a}, {"b", b}}, 0.75);
