@@ -1,10 +1,37 @@
 #include "torus/layers/module.h"
 
 #include <algorithm>
+#include <map>
+#include <set>
 
 namespace torus {
 
+namespace {
+
+// HDF5 takes '/' for a group in a group.
+bool can_be_saved(const std::string& name) { return !name.empty() && name.find('/') == std::string::npos; }
+
+}  // namespace
+
+void check_parameters(const std::string& who, const std::vector<NamedParameter>& parameters) {
+  std::set<std::string> names;
+  std::map<const Tensor*, std::string> values;  // handles of one parameter refer to one value
+  for (const auto& [name, parameter] : parameters) {
+    check(can_be_saved(name), Error::Kind::Value, "[", who, "] expected names without '/', not empty, got \"",
+          name, '"');
+    check(parameter.defined(), Error::Kind::Value, "[", who, "] expected defined parameters, got ", name,
+          " undefined");
+    check(names.insert(name).second, Error::Kind::Value, "[", who, "] expected a name a parameter, got two ",
+          name);
+    const auto [first, is_new] = values.emplace(&parameter.value(), name);
+    check(is_new, Error::Kind::Value, "[", who, "] expected each parameter once, got one as ", first->second,
+          " and as ", name);
+  }
+}
+
 void Module::add_member(Member member) {
+  check(can_be_saved(member.name), Error::Kind::Value,
+        "[module] expected a name without '/', not empty, got \"", member.name, '"');
   check(std::none_of(members_.begin(), members_.end(),
                      [&](const Member& other) { return other.name == member.name; }),
         Error::Kind::Value, "[module] \"", member.name, "\" was added twice");

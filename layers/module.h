@@ -15,6 +15,10 @@ struct NamedParameter {
   Parameter parameter;
 };
 
+/// For what is made from a list of parameters: throws Error{Value} "[who] ..." unless all are defined, no
+/// parameter comes twice, and each has a name of its own that a checkpoint can hold.
+void check_parameters(const std::string& who, const std::vector<NamedParameter>& parameters);
+
 /// What has parameters and computes `y = module(x)`. A module holds its Parameters and child modules as
 /// members and names each with `add` in its constructor. It stays where it was made: it is neither copied nor
 /// moved, so that what was named cannot dangle. (Return one from a function by value; keep many in a
@@ -44,7 +48,7 @@ class Module {
  protected:
   Module() = default;
   /// Names a member. An undefined parameter (an optional bias) is left out of the lists. Throws Error{Value}
-  /// on a name that was used before.
+  /// on a name that was used before, is empty or holds a '/'.
   void add(const std::string& name, Parameter& parameter);
   void add(const std::string& name, Module& child);
 

@@ -178,11 +178,26 @@ const Kernel<ClipFunction> clip_kernel{"clip_grad_norm", clip_cpu};
 
 Device device_of(std::span<StepItem> items) { return items.front().value.device(); }
 
+void check_range(const std::string& who, const char* what, double value,
+                 double end = std::numeric_limits<double>::infinity()) {
+  check(value >= 0 && value < end, Error::Kind::Value, "[", who, "] expected 0 <= ", what, " < ", end,
+        ", got ", value);
+}
+
 }  // namespace
 
 Optimizer::Optimizer(std::string name, std::vector<NamedParameter> parameters, const Settings& settings,
                      const std::function<int(const NamedParameter&)>& moments)
-    : name_(std::move(name)), parameters_(std::move(parameters)), lr_(settings.lr) {
+    : name_(std::move(name)), parameters_(std::move(parameters)) {
+  check_parameters(name_, parameters_);
+  set_lr(settings.lr);
+  check_range(name_, "weight_decay", settings.weight_decay);
+  check_range(name_, "eps", settings.eps);
+  for (const auto& [what, rate] : settings.decay_rates) check_range(name_, what, rate, 1);
+  for (const ParameterGroup& group : settings.groups) {
+    check_range(name_, "lr_scale", group.lr_scale);
+    check_range(name_, "decay_scale", group.decay_scale);
+  }
   if (!parameters_.empty()) device_ = parameters_.front().parameter.device();
   rounded_.resize(parameters_.size());
   for (const NamedParameter& entry : parameters_) {
@@ -207,6 +222,11 @@ Optimizer::Optimizer(std::string name, std::vector<NamedParameter> parameters, c
   }
   if (device_.kind == DeviceKind::cuda)
     steps_ = Tensor::zeros({static_cast<int64_t>(parameters_.size())}, f64, device_);
+}
+
+void Optimizer::set_lr(double lr) {
+  check_range(name_, "lr", lr);
+  lr_ = lr;
 }
 
 void Optimizer::note_rounded(size_t parameter) {
@@ -303,7 +323,8 @@ void Optimizer::zero_grad() {
 }
 
 AdamW::AdamW(std::vector<NamedParameter> parameters, const AdamWOptions& o)
-    : Optimizer("adamw", std::move(parameters), {o.lr, o.weight_decay, o.decays, o.groups},
+    : Optimizer("adamw", std::move(parameters),
+                {o.lr, o.weight_decay, o.decays, o.groups, {{"beta1", o.beta1}, {"beta2", o.beta2}}, o.eps},
                 [](const NamedParameter&) { return 2; }),
       options_(o) {}
 
@@ -312,7 +333,8 @@ void AdamW::update(std::span<StepItem> items, const StepNumbers& numbers) {
 }
 
 SGD::SGD(std::vector<NamedParameter> parameters, const SGDOptions& o)
-    : Optimizer("sgd", std::move(parameters), {o.lr, o.weight_decay, o.decays, o.groups},
+    : Optimizer("sgd", std::move(parameters),
+                {o.lr, o.weight_decay, o.decays, o.groups, {{"momentum", o.momentum}}},
                 [&](const NamedParameter&) { return o.momentum == 0 ? 0 : 1; }),
       options_(o) {
   check(!o.nesterov || o.momentum > 0, Error::Kind::Value, "[sgd] nesterov needs momentum, got ", o.momentum);
@@ -323,7 +345,8 @@ void SGD::update(std::span<StepItem> items, const StepNumbers& numbers) {
 }
 
 Lion::Lion(std::vector<NamedParameter> parameters, const LionOptions& o)
-    : Optimizer("lion", std::move(parameters), {o.lr, o.weight_decay, o.decays, o.groups},
+    : Optimizer("lion", std::move(parameters),
+                {o.lr, o.weight_decay, o.decays, o.groups, {{"beta1", o.beta1}, {"beta2", o.beta2}}},
                 [](const NamedParameter&) { return 1; }),
       options_(o) {}
 
@@ -351,9 +374,16 @@ Tensor orthogonalized(const Tensor& matrix) {
 }
 
 Muon::Muon(std::vector<NamedParameter> parameters, const MuonOptions& o)
-    : Optimizer("muon", std::move(parameters), {o.lr, o.weight_decay, o.decays, o.groups},
+    : Optimizer("muon", std::move(parameters),
+                {o.lr,
+                 o.weight_decay,
+                 o.decays,
+                 o.groups,
+                 {{"momentum", o.momentum}, {"adam_beta1", o.adam_beta1}, {"adam_beta2", o.adam_beta2}},
+                 o.adam_eps},
                 [&](const NamedParameter& entry) { return o.orthogonalizes(entry) ? 1 : 2; }),
       options_(o) {
+  check_range(name(), "adam_lr_scale", o.adam_lr_scale);
   for (const NamedParameter& entry : this->parameters())
     check(!o.orthogonalizes(entry) || entry.parameter.dim() == 2, Error::Kind::Shape, "[muon] ", entry.name,
           " has shape ", entry.parameter.shape(), "; only matrices can be orthogonalised");

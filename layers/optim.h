@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "torus/layers/module.h"
@@ -64,7 +65,8 @@ class Optimizer {
   /// count on.
   void step(const StepOptions& options = {});
   void zero_grad();
-  void set_lr(double lr) { lr_ = lr; }
+  /// lr at least 0.
+  void set_lr(double lr);
   double lr() const { return lr_; }
   /// "adamw": of the messages and of the checkpoint.
   const std::string& name() const { return name_; }
@@ -87,8 +89,11 @@ class Optimizer {
     double lr, weight_decay;
     const std::function<bool(const NamedParameter&)>& decays;
     const std::vector<ParameterGroup>& groups;
+    std::vector<std::pair<const char*, double>> decay_rates;  // of averages, and their names: in [0, 1)
+    double eps = 0;
   };
-  /// `moments(parameter)` tensors of each state are made, of zeros.
+  /// `moments(parameter)` tensors of each state are made, of zeros. Throws Error{Value} on a parameter or a
+  /// name that comes twice, and on settings out of their range.
   Optimizer(std::string name, std::vector<NamedParameter> parameters, const Settings& settings,
             const std::function<int(const NamedParameter&)>& moments);
   /// Those that have a gradient, each with its own scale of the learning rate and its weight decay.
@@ -108,7 +113,7 @@ class Optimizer {
 
   std::string name_;
   std::vector<NamedParameter> parameters_;
-  double lr_;
+  double lr_ = 0;
   std::vector<Scales> scales_;
   mutable std::vector<State> states_;  // on CUDA, t is as of the last call of states()
   std::vector<Rounded> rounded_;

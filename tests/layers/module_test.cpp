@@ -21,6 +21,7 @@ struct Pair : Module {
   }
   void add_again() { add("first", scale); }
   void add_child_again() { add("scale", drop); }
+  void add_named(const std::string& name) { add(name, scale); }
 
   Linear first, second;
   Dropout drop;
@@ -79,3 +80,6 @@ TEST(Module, RefusesANameTwice) {
 
 }  // namespace
 }  // namespace torus
+  // Nor one that a checkpoint could not hold.
+  EXPECT_ERROR(pair.add_named("a/b"), Value, "[module] expected a name without '/', not empty, got \"a/b\"");
+  EXPECT_ERROR(pair.add_named(""), Value, "got \"\"");

@@ -399,5 +399,36 @@ TEST(WarmupCosine, RisesThenFalls) {
     EXPECT_GT(warmup_cosine(step, 3, 11, 4), warmup_cosine(step + 1, 3, 11, 4));
 }
 
+// What would only show as NaN, or as a checkpoint that cannot be restored, is refused at once.
+TEST(Optimizers, RefuseSettingsAndParametersThatCannotBe) {
+  const Parameter p(Tensor::full({2}, 1)), q(Tensor::full({2}, 1));
+  const std::vector<NamedParameter> one = {{"p", p}};
+  EXPECT_ERROR(AdamW(one, {.lr = -1}), Value, "[adamw] expected 0 <= lr < inf, got -1");
+  EXPECT_ERROR(AdamW(one, {.lr = NAN}), Value, "[adamw] expected 0 <= lr < inf, got nan");
+  EXPECT_ERROR(AdamW(one, {.beta1 = 1}), Value, "[adamw] expected 0 <= beta1 < 1, got 1");
+  EXPECT_ERROR(AdamW(one, {.beta2 = 2}), Value, "[adamw] expected 0 <= beta2 < 1, got 2");
+  EXPECT_ERROR(AdamW(one, {.eps = -1}), Value, "[adamw] expected 0 <= eps < inf, got -1");
+  EXPECT_ERROR(AdamW(one, {.weight_decay = -1}), Value, "[adamw] expected 0 <= weight_decay < inf, got -1");
+  const auto all = [](const NamedParameter&) { return true; };
+  EXPECT_ERROR(AdamW(one, {.groups = {{.contains = all, .lr_scale = -1}}}), Value, "0 <= lr_scale");
+  EXPECT_ERROR(AdamW(one, {.groups = {{.contains = all, .decay_scale = INFINITY}}}), Value,
+               "0 <= decay_scale < inf, got inf");
+  EXPECT_ERROR(SGD(one, {.momentum = -1}), Value, "[sgd] expected 0 <= momentum < 1, got -1");
+  EXPECT_ERROR(SGD(one, {.momentum = 1}), Value, "[sgd] expected 0 <= momentum < 1, got 1");
+  EXPECT_ERROR(Lion(one, {.beta2 = 1}), Value, "[lion] expected 0 <= beta2 < 1, got 1");
+  EXPECT_ERROR(Muon(one, {.momentum = 1}), Value, "[muon] expected 0 <= momentum < 1, got 1");
+  EXPECT_ERROR(Muon(one, {.adam_lr_scale = -1}), Value, "[muon] expected 0 <= adam_lr_scale < inf, got -1");
+  EXPECT_ERROR(Muon(one, {.adam_beta1 = 1}), Value, "[muon] expected 0 <= adam_beta1 < 1, got 1");
+  SGD optimizer(one);
+  EXPECT_ERROR(optimizer.set_lr(-1), Value, "[sgd] expected 0 <= lr < inf, got -1");
+  optimizer.set_lr(0);
+
+  EXPECT_ERROR(SGD({{"a", p}, {"b", p}}), Value, "[sgd] expected each parameter once, got one as a and as b");
+  EXPECT_ERROR(SGD({{"a", p}, {"a", q}}), Value, "[sgd] expected a name a parameter, got two a");
+  EXPECT_ERROR(SGD({{"a", p}, {"b", Parameter()}}), Value,
+               "[sgd] expected defined parameters, got b undefined");
+  EXPECT_ERROR(SGD({{"a/b", p}}), Value, "[sgd] expected names without '/', not empty, got \"a/b\"");
+}
+
 }  // namespace
 }  // namespace torus
