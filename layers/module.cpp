@@ -81,6 +81,14 @@ void Module::zero_grad() {
   for (Parameter& parameter : parameters()) parameter.zero_grad();
 }
 
+std::vector<Module*> Module::modules() {
+  std::vector<Module*> result{this};
+  for (const auto& [name, what] : members_)
+    if (const auto* child = std::get_if<Module*>(&what))
+      for (Module* below : (*child)->modules()) result.push_back(below);
+  return result;
+}
+
 void Module::to(Device device) {
   for (Parameter& parameter : parameters()) {
     parameter.mutable_value() = parameter.value().to(device);

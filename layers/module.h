@@ -37,6 +37,8 @@ class Module {
   int64_t parameter_count() const;
   /// Drops all gradients.
   void zero_grad();
+  /// This module and all below it, parents first.
+  std::vector<Module*> modules();
   /// Moves the parameters to a device and drops their gradients. Optimizers, averages and masters are made
   /// after it, because their state lies where the parameters were.
   void to(Device device);

@@ -116,17 +116,21 @@ class LossScale {
 
 namespace detail {
 
-/// While alive, a module is not in training, and nothing records.
+/// While alive, a module and those below it are not in training, and nothing records.
 class Evaluating {
  public:
-  explicit Evaluating(Module& module) : module_(module), training_(module.training()) { module.train(false); }
-  ~Evaluating() { module_.train(training_); }
+  explicit Evaluating(Module& module) {
+    for (Module* each : module.modules()) training_.emplace_back(each, each->training());
+    module.train(false);
+  }
+  ~Evaluating() {
+    for (const auto& [module, training] : training_) module->train(training);  // parents first
+  }
   Evaluating(const Evaluating&) = delete;
   Evaluating& operator=(const Evaluating&) = delete;
 
  private:
-  Module& module_;
-  bool training_;
+  std::vector<std::pair<Module*, bool>> training_;
   NoGrad only_values_;
 };
 

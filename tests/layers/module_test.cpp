@@ -72,14 +72,19 @@ TEST(Module, TrainReachesEveryChild) {
   EXPECT_TRUE(pair.training() && pair.drop.training());
 }
 
-TEST(Module, RefusesANameTwice) {
+TEST(Module, ListsTheModulesBelow) {
+  Pair pair(false);
+  EXPECT_EQ(pair.modules(), (std::vector<Module*>{&pair, &pair.second, &pair.first, &pair.drop}));
+}
+
+TEST(Module, RefusesNames) {
   Pair pair(false);
   EXPECT_ERROR(pair.add_again(), Value, "\"first\" was added twice");
   EXPECT_ERROR(pair.add_child_again(), Value, "\"scale\" was added twice");
+  // Nor one that a checkpoint could not hold.
+  EXPECT_ERROR(pair.add_named("a/b"), Value, "[module] expected a name without '/', not empty, got \"a/b\"");
+  EXPECT_ERROR(pair.add_named(""), Value, "got \"\"");
 }
 
 }  // namespace
 }  // namespace torus
-  // Nor one that a checkpoint could not hold.
-  EXPECT_ERROR(pair.add_named("a/b"), Value, "[module] expected a name without '/', not empty, got \"a/b\"");
-  EXPECT_ERROR(pair.add_named(""), Value, "got \"\"");

@@ -254,6 +254,12 @@ TEST(MixedPrecision, LossFollowsThatOfF32) {
   EXPECT_LT(curves[f32].back(), 1);
   for (DType dtype : {bf16, f16}) {
     double difference = 0;
+  // Each module has its own mode back.
+  run.model.train();
+  run.model.blocks[0].train(false);
+  mean_loss(run.model, batches, loss);
+  for (Module* module : run.model.blocks[0].modules()) EXPECT_FALSE(module->training());
+  EXPECT_TRUE(run.model.training() && run.model.blocks[1].mlp.training());
     int counted = 0;
     for (size_t i = 0; i < 120; ++i) {
       if (std::isnan(curves[dtype][i])) continue;
