@@ -9,7 +9,7 @@ namespace torus {
 namespace {
 
 const std::string format_name = "torus checkpoint";
-constexpr int64_t format_version = 3;
+constexpr int64_t format_version = 4;
 constexpr const char* no_config = "no model configuration";
 
 // Writing and reading name the same members in the same places: `visit` is given each in turn.
@@ -162,6 +162,8 @@ void save_checkpoint(const std::string& path, const Checkpoint& checkpoint) {
       if (state.second.defined()) file.write(group + "/second", state.second);
       file.set_attribute(group, "steps", state.steps);
     }
+    file.create_group("averages");
+    for (const auto& [name, average] : checkpoint.averages) file.write("averages/" + name, average);
     file.close();
   });
 }
@@ -198,6 +200,9 @@ Checkpoint load_checkpoint(const std::string& path) {
     result.optimizer[entry.name] = {moment("first"), moment("second"),
                                     file.attribute<int64_t>(group, "steps"), Tensor()};
   }
+  if (version < 4) return result;
+  for (const auto& entry : file.list("averages"))
+    result.averages[entry.name] = file.read("averages/" + entry.name);
   return result;
 }
 

@@ -24,10 +24,11 @@ struct Checkpoint {
   std::map<std::string, Tensor> weights;
   std::string optimizer_name = "adamw";
   std::map<std::string, Optimizer::State> optimizer;
+  std::map<std::string, Tensor> averages;  // of an ExponentialMovingAverage; empty where there is none
 };
 
 /// A checkpoint of this model and optimizer, and of the default generator; the other members are the
-/// caller's. Weights are those that the optimizer steps: masters, where there are any.
+/// caller's, `averages` too. Weights are those that the optimizer steps: masters, where there are any.
 Checkpoint make_checkpoint(const GPT& model, const Optimizer& optimizer);
 Checkpoint make_checkpoint(const Module& model, const Optimizer& optimizer);
 

@@ -556,7 +556,7 @@ const CudaKernel<StepFunction<LionRule>> lion_kernel{"lion.step", lion};
 const CudaKernel<NormFunction> norm_kernel{"grad_norm", grad_norm};
 const CudaKernel<ClipFunction> clip_kernel{"clip_grad_norm", clip};
 const CudaKernel<ScaleFunction> scale_kernel{"loss_scale.update", update_scale};
-const CudaKernel<CombineFunction> combine_kernel{"master_weights.combine", combine};
+const CudaKernel<CombineFunction> combine_kernel{"weights.combine", combine};
 
 }  // namespace
 

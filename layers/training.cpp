@@ -9,6 +9,8 @@
 
 namespace torus {
 
+using optim::Combination;
+
 double backward_mean(int64_t count, const std::function<Variable(int64_t)>& loss, double scale) {
   check(count > 0, Error::Kind::Value, "[backward_mean] expected at least one loss, got ", count);
   return backward_mean(std::vector<double>(static_cast<size_t>(count), 1), loss, scale);
@@ -41,39 +43,6 @@ int64_t counted_targets(const Tensor& targets, int64_t ignored) {
   return std::count_if(all.begin(), all.end(), [=](int64_t target) { return target != ignored; });
 }
 
-ExponentialMovingAverage::ExponentialMovingAverage(std::vector<NamedParameter> parameters, double decay)
-    : parameters_(std::move(parameters)), decay_(decay) {
-  check(decay >= 0 && decay < 1, Error::Kind::Value, "[ema] expected 0 <= decay < 1, got ", decay);
-  for (const auto& [name, parameter] : parameters_)
-    averages_.push_back(parameter.value().to(parameter.dtype() == f64 ? f64 : f32).clone());
-}
-
-void ExponentialMovingAverage::update() {
-  check(own_.empty(), Error::Kind::Value, "[ema] the averages are swapped in; swap them out to update them");
-  const NoGrad only_values;
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const Variable value(parameters_[i].parameter.value().to(averages_[i].dtype()));
-    averages_[i] = (Variable(averages_[i]) * decay_ + value * (1 - decay_)).value();
-  }
-}
-
-void ExponentialMovingAverage::swap_in() {
-  check(own_.empty(), Error::Kind::Value, "[ema] the averages are swapped in already");
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    Parameter& parameter = parameters_[i].parameter;
-    own_.push_back(parameter.value());
-    parameter.mutable_value() = averages_[i].to(parameter.dtype());
-  }
-}
-
-void ExponentialMovingAverage::swap_out() {
-  check(!own_.empty() || parameters_.empty(), Error::Kind::Value, "[ema] the averages are not swapped in");
-  for (size_t i = 0; i < parameters_.size(); ++i) parameters_[i].parameter.mutable_value() = own_[i];
-  own_.clear();
-}
-
-using optim::Combination;
-
 namespace {
 
 void combine_cpu(std::span<Combination> all, double factor) {
@@ -86,13 +55,79 @@ void combine_cpu(std::span<Combination> all, double factor) {
   }
 }
 
-const Kernel<optim::CombineFunction> combine_kernel{"master_weights.combine", combine_cpu};
+const Kernel<optim::CombineFunction> combine_kernel{"weights.combine", combine_cpu};
 
 void combine(std::vector<Combination>& all, double factor) {
   if (!all.empty()) combine_kernel(all.front().to.device(), all, factor);
 }
 
 }  // namespace
+
+ExponentialMovingAverage::ExponentialMovingAverage(std::vector<NamedParameter> parameters, double decay)
+    : parameters_(std::move(parameters)), decay_(decay) {
+  check(decay >= 0 && decay < 1, Error::Kind::Value, "[ema] expected 0 <= decay < 1, got ", decay);
+  check_parameters("ema", parameters_);
+  for (const auto& [name, parameter] : parameters_)
+    averages_.push_back(parameter.value().to(parameter.dtype() == f64 ? f64 : f32).clone());
+}
+
+void ExponentialMovingAverage::update() {
+  check(swapped_.empty(), Error::Kind::Value,
+        "[ema] the averages are swapped in; swap them out to update them");
+  std::vector<Combination> decayed, added;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    decayed.push_back({averages_[i], averages_[i], false});
+    added.push_back({averages_[i], parameters_[i].parameter.value(), true});
+  }
+  combine(decayed, decay_);
+  combine(added, 1 - decay_);
+}
+
+void ExponentialMovingAverage::swap_in() {
+  check(swapped_.empty(), Error::Kind::Value, "[ema] the averages are swapped in already");
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& parameter = parameters_[i].parameter;
+    const Tensor own = parameter.value();
+    Tensor lent = Tensor::empty(own.shape(), own.dtype(), own.device());
+    lent.copy_(averages_[i]);
+    swapped_.push_back({own, lent, lent.version()});
+    parameter.mutable_value() = lent;
+  }
+}
+
+void ExponentialMovingAverage::swap_out() {
+  check(!swapped_.empty() || parameters_.empty(), Error::Kind::Value,
+        "[ema] the averages are not swapped in");
+  std::string written;  // a parameter that was
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    auto& [name, parameter] = parameters_[i];
+    const auto& [own, lent, version] = swapped_[i];
+    if (parameter.value().storage() != lent.storage() || lent.version() != version) written = name;
+    parameter.mutable_value() = own;
+  }
+  swapped_.clear();
+  check(written.empty(), Error::Kind::Version, "[ema] expected nothing to write to the parameters while the ",
+        "averages were in, but ", written, " was written to");
+}
+
+std::map<std::string, Tensor> ExponentialMovingAverage::named_averages() const {
+  std::map<std::string, Tensor> result;
+  for (size_t i = 0; i < parameters_.size(); ++i) result[parameters_[i].name] = averages_[i];
+  return result;
+}
+
+void ExponentialMovingAverage::restore(const std::map<std::string, Tensor>& averages) {
+  check(averages.size() == averages_.size(), Error::Kind::Value, "[ema] expected the averages of ",
+        averages_.size(), " parameters, got ", averages.size());
+  for (const auto& [name, parameter] : parameters_) {
+    const auto found = averages.find(name);
+    check(found != averages.end(), Error::Kind::Value, "[ema] expected the average of ", name, ", got none");
+    check(found->second.shape() == parameter.shape() && is_floating(found->second.dtype()),
+          Error::Kind::Value, "[ema] expected the average of ", name, " to be floating ", parameter.shape(),
+          ", got ", found->second.dtype(), ' ', found->second.shape());
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) averages_[i].copy_(averages.at(parameters_[i].name));
+}
 
 MasterWeights::MasterWeights(std::vector<NamedParameter> parameters) : parameters_(std::move(parameters)) {
   for (const auto& [name, parameter] : parameters_) {

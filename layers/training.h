@@ -2,14 +2,17 @@
 #pragma once
 
 #include <functional>
+#include <map>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "torus/autograd/tape.h"
 #include "torus/layers/module.h"
+#include "torus/ops/ops.h"
 
 namespace torus {
 
-#include "torus/ops/ops.h"
 /// Adds the gradient of the mean of loss(0), ..., loss(count - 1) into the leaves, and returns that mean. One
 /// tape after another, so memory is that of one loss. `scale` multiplies the gradients, not the result.
 double backward_mean(int64_t count, const std::function<Variable(int64_t)>& loss, double scale = 1);
@@ -27,24 +30,38 @@ template <class Batches, class Loss>
 double mean_loss(Module& module, Batches&& batches, Loss&& loss);
 
 /// Averages of parameters: average = decay * average + (1 - decay) * parameter at each update, from the
-/// values that the parameters have when it is made. In f32 for 16-bit parameters.
+/// values that the parameters have when it is made. In f32 for 16-bit parameters. The update may be part of a
+/// CapturedStep. A run that goes on needs
+///
+///     checkpoint.averages = average.named_averages();  // before it is saved
+///     average.restore(checkpoint.averages);            // after it was loaded
 class ExponentialMovingAverage {
  public:
   ExponentialMovingAverage(std::vector<NamedParameter> parameters, double decay);
   /// After each step of the optimizer.
   void update();
-  /// Lets the parameters have their averages, say to evaluate, and then their own values again, bit for bit.
-  /// Throws Error{Value} where they have them already.
+  /// Lets the parameters have copies of their averages, say to evaluate, and then their own values again, bit
+  /// for bit. Throws Error{Value} where they have them already. What is written to a parameter in between, as
+  /// by a step of an optimizer, would be lost: swap_out then throws Error{Version}, after it has swapped.
   void swap_in();
   void swap_out();
-  /// One entry a parameter, in the order given.
+  /// One entry a parameter, in the order given; updated in place.
   const std::vector<Tensor>& averages() const { return averages_; }
+  /// The same by name.
+  std::map<std::string, Tensor> named_averages() const;
+  /// Sets the averages to copies of these, converted. Throws Error{Value}, before it changes anything, where
+  /// they are of other names or shapes.
+  void restore(const std::map<std::string, Tensor>& averages);
 
  private:
   std::vector<NamedParameter> parameters_;
   double decay_;
   std::vector<Tensor> averages_;
-  std::vector<Tensor> own_;  // values of the parameters while the averages are in; empty otherwise
+  struct Swapped {
+    Tensor own, lent;
+    uint64_t version;  // of what is lent
+  };
+  std::vector<Swapped> swapped_;  // while the averages are in; empty otherwise
 };
 
 /// f32 masters, and f32 gradients, of a model's 16-bit parameters. Optimizers keep masters of their own;

@@ -132,6 +132,42 @@ TEST(Checkpoint, OfAnyModule) {
   EXPECT_ERROR(restore(loaded, gpt), Value, "the model's configuration is not that of the checkpoint");
 }
 
+// A run with an average of its weights goes on as if it had not stopped.
+TEST(Checkpoint, HoldsAverages) {
+  const TemporaryFolder folder;
+  for (DType dtype : {f32, bf16}) {
+    GPTConfig config = small;
+    config.dtype = dtype;
+    manual_seed(12);
+    Trained run(1, config, 0);
+    ExponentialMovingAverage average(run.model.named_parameters(), 0.9);
+    const auto steps = [](Trained& trained, ExponentialMovingAverage& ema) {
+      trained.generator = Generator(5);
+      for (int i = 0; i < 3; ++i) {
+        trained.step();
+        ema.update();
+      }
+      std::vector<double> all = trained.everything();
+      for (const Tensor& each : ema.averages())
+        for (double value : each.to_vector<double>()) all.push_back(value);
+      return all;
+    };
+    steps(run, average);
+    Checkpoint checkpoint = make_checkpoint(run.model, run.optimizer);
+    checkpoint.averages = average.named_averages();
+    save_checkpoint(folder / "a.h5", checkpoint);
+    const auto expected = steps(run, average);
+
+    manual_seed(13);
+    Trained resumed(2, config, 1);
+    ExponentialMovingAverage again(resumed.model.named_parameters(), 0.9);
+    const Checkpoint loaded = load_checkpoint(folder / "a.h5");
+    restore(loaded, resumed.model, resumed.optimizer);
+    again.restore(loaded.averages);
+    EXPECT_EQ(steps(resumed, again), expected) << dtype;
+  }
+}
+
 // checkpoint_v1.h5 was written by the first format: parameter i holds i, its moments i + 0.5 and i + 0.25.
 TEST(Checkpoint, ReadsTheFirstFormat) {
   const Checkpoint loaded = load_checkpoint(TORUS_SOURCE_DIR "/tests/layers/checkpoint_v1.h5");
@@ -333,11 +369,11 @@ TEST(Checkpoint, SaysWhatIsWrongWithAFile) {
   {
     auto file = Hdf5File::create(folder / "newer.h5");
     file.set_attribute("/", "format", std::string("torus checkpoint"));
-    file.set_attribute("/", "version", int64_t{4});
+    file.set_attribute("/", "version", int64_t{5});
     file.close();
   }
   EXPECT_ERROR(load_checkpoint(folder / "newer.h5"), File,
-               "newer.h5 has format version 4; this program reads up to 3");
+               "newer.h5 has format version 5; this program reads up to 4");
   {
     auto file = Hdf5File::create(folder / "bare.h5");
     file.set_attribute("/", "format", std::string("torus checkpoint"));

@@ -11,6 +11,7 @@
 #include "torus/layers/gpt.h"
 #include "torus/layers/grid.h"
 #include "torus/layers/optim.h"
+#include "torus/layers/training.h"
 #include "torus/ops/attention/attention.h"
 
 namespace torus {
@@ -128,6 +129,39 @@ TEST_F(CudaModel, ACapturedStepRepeatsTheOrdinaryOneBitForBit) {
 TEST_F(CudaModel, TrainsAsOnTheCpu) {
   const Trained there = train(cuda, true, 0.2, 8), here = train(cpu, true, 0.2, 8);
   for (size_t i = 0; i < here.losses.size(); ++i) EXPECT_NEAR(there.losses[i], here.losses[i], 1e-3);
+}
+
+TEST_F(CudaModel, ACapturedStepUpdatesAnAverage) {
+  for (DType dtype : {f32, bf16}) {
+    std::vector<double> averages[2];
+    for (bool capture : {false, true}) {
+      manual_seed(11);
+      Generator generator(7), batches(5);
+      GPT model(config_of(0, dtype), generator);
+      model.to(cuda);
+      AdamW optimizer(model.named_parameters(), {.lr = 1e-2});
+      ExponentialMovingAverage average(model.named_parameters(), 0.75);
+      Tensor tokens = Tensor::zeros({4, 50}, i64, cuda);
+      const auto one = [&] {
+        Tape tape;
+        tape.backward(model.loss(tokens, tokens));
+        optimizer.step();
+        optimizer.zero_grad();
+        average.update();
+      };
+      CapturedStep step(cuda, one);
+      for (int i = 0; i < 6; ++i) {
+        tokens.copy_(randint({4, 50}, 0, 37, batches));
+        capture ? step() : one();
+        average.swap_in();  // between replays, as to evaluate
+        average.swap_out();
+      }
+      EXPECT_EQ(step.captured(), capture) << step.why_not();
+      for (const Tensor& each : average.averages())
+        for (double value : each.to_vector<double>()) averages[capture].push_back(value);
+    }
+    EXPECT_EQ(averages[true], averages[false]) << dtype;
+  }
 }
 
 // Each has the results and takes the draws that it would have as an ordinary step.

@@ -184,6 +184,56 @@ TEST(ExponentialMovingAverage, AveragesAndSwaps) {
   EXPECT_EQ(b.value().to_vector<double>(), (std::vector<double>{4, 4}));
   EXPECT_LT(relative_error(average.averages()[0].to_vector<double>(), expected_a), 1e-14);
   EXPECT_ERROR(ExponentialMovingAverage({}, 1), Value, "[ema] expected 0 <= decay < 1, got 1");
+  EXPECT_ERROR(ExponentialMovingAverage({{"a", a}, {"a", b}}, 0.9), Value,
+               "[ema] expected a name a parameter, got two a");
+}
+
+TEST(ExponentialMovingAverage, UpdatesInPlace) {
+  Parameter p(Tensor::full({1}, 1));
+  ExponentialMovingAverage average({{"p", p}}, 0.5);
+  const Tensor held = average.averages()[0];
+  p.mutable_value().fill_(3);
+  average.update();
+  EXPECT_EQ(held.item(), 2);
+  EXPECT_EQ(p.item(), 3);
+}
+
+// A step while the averages are in is said, and changes neither the average nor the parameter.
+TEST(ExponentialMovingAverage, WritesWhileSwappedAreCaught) {
+  for (DType dtype : {f32, bf16})
+    for (bool replaced : {false, true}) {
+      Parameter p(Tensor::full({1}, 1, dtype));
+      ExponentialMovingAverage average({{"p", p}}, 0.5);
+      average.swap_in();
+      if (replaced)
+        p.mutable_value() = Tensor::full({1}, 9, dtype);
+      else
+        p.mutable_value().fill_(9);
+      EXPECT_ERROR(average.swap_out(), Version, "[ema] expected nothing to write to the parameters");
+      EXPECT_EQ(p.item(), 1);
+      EXPECT_EQ(average.averages()[0].item(), 1);
+      average.update();  // and is usable
+      average.swap_in();
+      average.swap_out();
+    }
+}
+
+TEST(ExponentialMovingAverage, Restores) {
+  Parameter a(Tensor::from<double>({1, 2})), b(Tensor::full({2}, 3, bf16));
+  ExponentialMovingAverage first({{"a", a}, {"b", b}}, 0.75), second({{"b", b}, {"a", a}}, 0.75);
+  a.mutable_value().fill_(5);
+  b.mutable_value().fill_(7);
+  first.update();
+  second.restore(first.named_averages());
+  for (const auto& [name, average] : second.named_averages())
+    EXPECT_EQ(average.to_vector<double>(), first.named_averages().at(name).to_vector<double>());
+  second.update();  // of its own memory
+  EXPECT_EQ(first.averages()[0].to_vector<double>(), (std::vector<double>{2, 2.75}));
+  EXPECT_ERROR(second.restore({}), Value, "[ema] expected the averages of 2 parameters, got 0");
+  EXPECT_ERROR(second.restore({{"a", a.value()}, {"c", b.value()}}), Value,
+               "[ema] expected the average of b, got none");
+  EXPECT_ERROR(second.restore({{"a", Tensor::zeros({3})}, {"b", b.value()}}), Value,
+               "[ema] expected the average of a to be floating [2], got f32 [3]");
 }
 
 TEST(MeanLoss, EvaluatesWithoutDropoutOrTape) {
@@ -204,6 +254,12 @@ TEST(MeanLoss, EvaluatesWithoutDropoutOrTape) {
   EXPECT_EQ(mean, total / 3);
   mean_loss(run.model, batches, loss);
   EXPECT_FALSE(run.model.training());
+  // Each module has its own mode back.
+  run.model.train();
+  run.model.blocks[0].train(false);
+  mean_loss(run.model, batches, loss);
+  for (Module* module : run.model.blocks[0].modules()) EXPECT_FALSE(module->training());
+  EXPECT_TRUE(run.model.training() && run.model.blocks[1].mlp.training());
   EXPECT_ERROR(mean_loss(run.model, std::vector<Tensor>(), loss), Value, "at least one batch, got none");
 }
 
@@ -254,12 +310,6 @@ TEST(MixedPrecision, LossFollowsThatOfF32) {
   EXPECT_LT(curves[f32].back(), 1);
   for (DType dtype : {bf16, f16}) {
     double difference = 0;
-  // Each module has its own mode back.
-  run.model.train();
-  run.model.blocks[0].train(false);
-  mean_loss(run.model, batches, loss);
-  for (Module* module : run.model.blocks[0].modules()) EXPECT_FALSE(module->training());
-  EXPECT_TRUE(run.model.training() && run.model.blocks[1].mlp.training());
     int counted = 0;
     for (size_t i = 0; i < 120; ++i) {
       if (std::isnan(curves[dtype][i])) continue;
