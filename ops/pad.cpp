@@ -1,3 +1,5 @@
+#include <cmath>
+
 #include "torus/ops/elementwise.h"
 #include "torus/ops/ops.h"
 
@@ -110,14 +112,16 @@ Variable pad(const Variable& x, const std::vector<Margin>& margins, const std::v
     shape[at[i]] = padded;
     shift[at[i]] = before;
   }
-  return record("pad", {x}, moved(x.value(), shape, shift, circular, value),
-                [circular, shift, old = x.shape()](const OutputGrads& grads) -> std::vector<Tensor> {
-                  const Tensor& dy = grads[0];
-                  if (!circular) return {moved(dy, old, negated(shift), false)};
-                  Tensor dx = Tensor::empty(old, dy.dtype(), dy.device());
-                  around_backward_kernel(dy.device(), dx, dy, shift);
-                  return {dx};
-                });
+  return record(
+      "pad", {x}, moved(x.value(), shape, shift, circular, value),
+      [circular, shift, old = x.shape()](const OutputGrads& grads) -> std::vector<Tensor> {
+        const Tensor& dy = grads[0];
+        if (!circular) return {moved(dy, old, negated(shift), false)};
+        Tensor dx = Tensor::empty(old, dy.dtype(), dy.device());
+        around_backward_kernel(dy.device(), dx, dy, shift);
+        return {dx};
+      },
+      std::isinf(value) ? Infinities::both : Infinities::none);
 }
 
 Variable roll(const Variable& x, const std::vector<int64_t>& shifts, const std::vector<int>& axes) {

@@ -728,6 +728,20 @@ TEST(Ops, EinsumCopiesNothingThatLiesRight) {
   EXPECT_EQ(memory_stats().peak_bytes - before, scores.numel() * 4);
 }
 
+// The infinity with which a user pads is none of pad's.
+TEST(Ops, AnomalyModeLetsPadFill) {
+  const AnomalyMode on;
+  for (double value : {infinity, -infinity, 1.0})
+    EXPECT_EQ(pad(ones({1}), {{1, 0}}, {0}, Padding::constant, value).value().to_vector<double>(),
+              (std::vector<double>{value, 1}));
+  expect_error(Error::Kind::Value,
+               "[pad] forward made NaN: output 0, f32 [2] holds it in 1 of 2 elements, first at [0] (not "
+               "recorded, inputs f32 [1], outputs f32 [2])",
+               [&] {
+                 pad(ones({1}), {{1, 0}}, {0}, Padding::constant, nan);
+               });
+}
+
 TEST(Ops, FoldUndoesUnfold) {
   const Tensor x = randn({2, 3, 4, 6, 2});
   EXPECT_EQ(fold(unfold(x, {2, 3, 1}), {4, 6, 2}, {2, 3, 1}).value().to_vector<float>(),
