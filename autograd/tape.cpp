@@ -90,6 +90,7 @@ void Variable::zero_grad() {
 
 HookHandle Variable::on_gradient(GradientHook hook) const {
   check(defined(), Error::Kind::Value, "[on_gradient] the variable is undefined");
+  check(bool(hook), Error::Kind::Value, "[on_gradient] expected a hook, got an empty function");
   HookHandle handle;
   if (!state_->requires_grad) return handle;
   std::shared_ptr<detail::Hooks> hooks;
@@ -425,6 +426,10 @@ bool recording(const char* op, std::span<const Variable> inputs) {
     if (used_leaves && input.is_leaf()) note_used(input);
   }
   return wanted && Tape::current();
+}
+
+void check_defined(const char* op, const char* name, const Variable& operand) {
+  check(operand.defined(), Error::Kind::Value, "[", op, "] expected ", name, ", got an undefined variable");
 }
 
 std::vector<Variable> record(const char* op, std::span<const Variable> inputs,

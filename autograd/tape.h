@@ -160,6 +160,9 @@ inline bool recording(const char* op, std::initializer_list<Variable> inputs) {
   return recording(op, std::span(inputs.begin(), inputs.size()));
 }
 
+/// Begins an op: throws "[op] expected x, got an undefined variable" where the operand called `name` is none.
+void check_defined(const char* op, const char* name, const Variable& operand);
+
 /// Ends an op: wraps its outputs, and appends a node if one is to be recorded. `op` must outlive the tape.
 /// Undefined inputs are allowed: they want no gradient. `infinities` are those that AnomalyMode is to accept.
 std::vector<Variable> record(const char* op, std::span<const Variable> inputs,

@@ -79,6 +79,16 @@ TEST(Gradcheck, FindsOneWrongElement) {
   EXPECT_FALSE(gradcheck(function, {input}, {.mode = Mode::projection}));
 }
 
+TEST(Gradcheck, FailsWhereNothingIsCompared) {
+  const auto nothing = [](const List&) { return List(); };
+  const auto itself = [](const List& in) { return in; };
+  for (Mode mode : modes) {
+    EXPECT_FALSE(gradcheck(nothing, {randn({3}, 0, 1, f64)}, {.mode = mode}));
+    EXPECT_FALSE(gradcheck(itself, {}, {.mode = mode}));
+    EXPECT_FALSE(gradcheck(itself, {Tensor::zeros({0, 2}, f64)}, {.mode = mode}));
+  }
+}
+
 TEST(Gradcheck, FindsGradientsThatAreMisplacedOrNaN) {
   const Tensor input = randn({3, 3}, 0, 1, f64);
   const auto with_backward = [&](auto backward) {

@@ -244,6 +244,7 @@ TEST(Hooks, Errors) {
   EXPECT_ERROR(y.on_gradient(nothing), Value,
                "[on_gradient] the variable was recorded on a tape that is gone");
   EXPECT_ERROR(Variable().on_gradient(nothing), Value, "[on_gradient] the variable is undefined");
+  EXPECT_ERROR(x.on_gradient(GradientHook()), Value, "[on_gradient] expected a hook, got an empty function");
   // What wants no gradient never gets one: the same code runs in evaluation.
   Variable(Tensor::from({1.})).on_gradient([](const Tensor&) -> Tensor {
     fail(Error::Kind::Value, "called");
