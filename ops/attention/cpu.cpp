@@ -4,6 +4,7 @@
 // lanes that need them. 16-bit operands are widened block by block.
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -128,7 +129,7 @@ class Forward {
     for_each_block<T>(planned, Side::query, index, [&](const Block& block) {
       keys.set(k, block);
       values.set(v, block);
-      const bool guard = block.bits && !finite && !values.finite(block.count);
+      const uint64_t not_finite = block.bits && !finite ? values.not_finite(block.count) : 0;
       for_each_panel<T>(block, used, [&](const Panel& panel) {
         const int64_t first = panel.lane;
         multiply_panel<T, simd::Rows::by_output>(keys.of(panel), panel.count, width, q + first, tile_size, s,
@@ -154,11 +155,7 @@ class Forward {
               T* at = acc + d * tile_size + lane;
               store(at, load(at) * load(factor + lane));
             }
-        if (guard)
-          multiply_allowed<T>(values.of(panel), value_width, panel, s, acc + first);
-        else
-          multiply_panel<T, simd::Rows::by_sum>(values.of(panel), value_width, panel.count, s, tile_size,
-                                                acc + first, tile_size, panel.lanes, true);
+        add_rows(values, not_finite, value_width, panel, s, acc + first);
       });
     });
 
@@ -399,7 +396,14 @@ class Backward {
       const S* row = k_head.row(owners[static_cast<size_t>(i)]);
       for (int64_t d = 0; d < wide; ++d) k_rows[i * wide + d] = d < width ? static_cast<T>(row[d]) : T(0);
     }
-    const bool finite_keys = simd::all_finite(static_cast<T*>(k_rows), count * wide);
+    // Keys that are not finite go to the queries that see them alone, as rows do: see add_rows.
+    uint64_t not_finite_keys = 0;
+    if (maps_.any_bits())
+      for (int64_t i = 0; i < count; ++i)
+        if (!simd::all_finite(k_rows + i * wide, wide)) {
+          not_finite_keys |= uint64_t{1} << i;
+          std::fill(k_rows + i * wide, k_rows + (i + 1) * wide, T(0));
+        }
     std::fill(dk + 0, dk + width * tile_size, T(0));
     std::fill(dv + 0, dv + value_width * tile_size, T(0));
     Rows<S> q_rows(width), d_out_rows(value_width);
@@ -410,13 +414,14 @@ class Backward {
     for (int64_t member = 0; member < group; ++member) {
       const int64_t h = kv * group + member, bh = b * p_.heads() + h;
       const auto q_head = read_head<S>(p_.q, b, h), d_out_head = read_head<S>(g_.d_out, b, h);
-      const bool finite = !maps_.any_bits() || (finite_keys && finite_q_[static_cast<size_t>(bh)] &&
-                                                finite_d_out_[static_cast<size_t>(bh)]);
+      const bool finite =
+          !maps_.any_bits() || (finite_q_[static_cast<size_t>(bh)] && finite_d_out_[static_cast<size_t>(bh)]);
       for_each_block<T>(maps_.of(b, h), Side::key, index, [&](const Block& block) {
         q_rows.set(q_head, block);
         d_out_rows.set(d_out_head, block);
-        const bool guard = block.bits && !finite &&
-                           (!finite_keys || !q_rows.finite(block.count) || !d_out_rows.finite(block.count));
+        const bool guard = block.bits && !finite;
+        const uint64_t not_finite_q = guard ? q_rows.not_finite(block.count) : 0,
+                       not_finite_d_out = guard ? d_out_rows.not_finite(block.count) : 0;
         if (wants_q && block.bits) std::fill(dq + 0, dq + block.count * wide, T(0));
         for_each_panel<T>(block, used, [&](const Panel& panel) {
           const Pairs pairs{block, panel, owners, Side::key};
@@ -439,33 +444,26 @@ class Backward {
                 d = panel.masked && !(panel.words[r] >> lane & 1) ? T(0) : d * slope[r * tile_size + lane];
               }
           }
-          const auto add = [&](Rows<S>& rows, int64_t channels, T* by, T* into) {
-            if (guard)
-              multiply_allowed<T>(rows.of(panel), channels, panel, by, into + panel.lane);
-            else
-              multiply_panel<T, simd::Rows::by_sum>(rows.of(panel), channels, panel.count, by, tile_size,
-                                                    into + panel.lane, tile_size, panel.lanes, true);
-          };
-          if (wants_v) add(d_out_rows, value_width, p, dv);
-          if (wants_k) add(q_rows, width, ds, dk);
+          if (wants_v) add_rows(d_out_rows, not_finite_d_out, value_width, panel, p, dv + panel.lane);
+          if (wants_k) add_rows(q_rows, not_finite_q, width, panel, ds, dk + panel.lane);
           if (!wants_q) return;
           // Only over real keys: lanes beyond them hold anything.
           const int64_t depth = std::min(panel.lanes, count - panel.lane);
-          if (guard) {
-            for (int64_t r = 0; r < panel.count; ++r)
-              for (int64_t lane = 0; lane < depth; ++lane)
-                if (panel.words[r] >> lane & 1)
-                  for (int64_t d = 0; d < width; ++d)
-                    dq[panel.rows[r] * wide + d] +=
-                        ds[r * tile_size + lane] * k_rows[(panel.lane + lane) * wide + d];
-            return;
-          }
           for (int64_t r = 0; r < panel.count; ++r) ds_rows[r] = ds + r * tile_size;
           multiply_panel<T, simd::Rows::by_output>(ds_rows, panel.count, depth, k_rows + panel.lane * wide,
                                                    wide, block.bits ? part : dq, wide, wide, false);
           if (block.bits)
             for (int64_t r = 0; r < panel.count; ++r)
               for (int64_t d = 0; d < wide; ++d) dq[panel.rows[r] * wide + d] += part[r * wide + d];
+          for (uint64_t rest = not_finite_keys >> panel.lane; rest; rest &= rest - 1) {
+            const int64_t lane = std::countr_zero(rest);
+            if (lane >= depth) break;
+            const S* key = k_head.row(owners[static_cast<size_t>(panel.lane + lane)]);
+            for (int64_t r = 0; r < panel.count; ++r)
+              if (panel.allows(r, lane))
+                for (int64_t d = 0; d < width; ++d)
+                  dq[panel.rows[r] * wide + d] += ds[r * tile_size + lane] * static_cast<T>(key[d]);
+          }
         });
         if (!wants_q) return;
         if (coloured || !one_map) {

@@ -319,6 +319,8 @@ struct Panel {
   bool masked;  // look at `words`
   int64_t rows[tile_size];
   uint64_t words[tile_size];  // shifted so that bit 0 is lane `lane`
+
+  bool allows(int64_t row, int64_t lane_of_panel) const { return !masked || words[row] >> lane_of_panel & 1; }
 };
 
 template <class T, class F>
@@ -351,7 +353,10 @@ template <class S>
 class Rows {
  public:
   using T = Compute<S>;
-  explicit Rows(int64_t width) : width_(width), wide_(std::is_same_v<S, T> ? 0 : tile_size * width) {}
+  explicit Rows(int64_t width)
+      : width_(width), wide_(std::is_same_v<S, T> ? 0 : tile_size * width), zeros_(width) {
+    std::fill(zeros_ + 0, zeros_ + width, T(0));
+  }
 
   void set(const Head<const S>& head, const Block& block) {
     for (int64_t i = 0; i < block.count; ++i) {
@@ -365,29 +370,42 @@ class Rows {
       }
     }
   }
-  /// The rows of a panel.
-  const T* const* of(const Panel& panel) {
-    for (int64_t i = 0; i < panel.count; ++i) chosen_[i] = rows_[panel.rows[i]];
+  const T* row(int64_t i) const { return rows_[i]; }
+  /// The rows of a panel; those in `zeroed` as if they were 0.
+  const T* const* of(const Panel& panel, uint64_t zeroed = 0) {
+    for (int64_t i = 0; i < panel.count; ++i)
+      chosen_[i] = zeroed >> panel.rows[i] & 1 ? static_cast<T*>(zeros_) : rows_[panel.rows[i]];
     return chosen_;
   }
-  bool finite(int64_t count) const {
-    return std::all_of(rows_, rows_ + count, [&](const T* row) { return simd::all_finite(row, width_); });
+  /// Bit i: row i holds infinity or NaN.
+  uint64_t not_finite(int64_t count) const {
+    uint64_t bits = 0;
+    for (int64_t i = 0; i < count; ++i) bits |= uint64_t{!simd::all_finite(rows_[i], width_)} << i;
+    return bits;
   }
 
  private:
   int64_t width_;
-  Scratch<T> wide_;
+  Scratch<T> wide_, zeros_;
   const T *rows_[tile_size], *chosen_[tile_size];
 };
 
-/// c[i][lane] += sum over r of rows[r][i] * b[r][lane], over the allowed pairs (r, lane) alone: 0 times NaN
-/// is NaN, so where values are not finite a masked weight of 0 does not suffice.
-template <class T>
-void multiply_allowed(const T* const* rows, int64_t count, const Panel& panel, const T* b, T* c) {
-  for (int64_t r = 0; r < panel.count; ++r)
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t lane = 0; lane < panel.lanes; ++lane)
-        if (panel.words[r] >> lane & 1) c[i * tile_size + lane] += rows[r][i] * b[r * tile_size + lane];
+/// c[i][lane] += sum over r of row r [i] * b[r][lane], for `count` channels i. 0 times NaN is NaN, so a
+/// masked weight of 0 does not suffice for rows that are not finite: these are added to the lanes that see
+/// them alone, so that all others add the same numbers in the same order as ever.
+template <class S>
+void add_rows(Rows<S>& rows, uint64_t not_finite, int64_t count, const Panel& panel, const Compute<S>* b,
+              Compute<S>* c) {
+  multiply_panel<Compute<S>, simd::Rows::by_sum>(rows.of(panel, not_finite), count, panel.count, b, tile_size,
+                                                 c, tile_size, panel.lanes, true);
+  if (not_finite == 0) return;
+  for (int64_t r = 0; r < panel.count; ++r) {
+    if (!(not_finite >> panel.rows[r] & 1)) continue;
+    const Compute<S>* row = rows.row(panel.rows[r]);
+    for (int64_t lane = 0; lane < panel.lanes; ++lane)
+      if (panel.allows(r, lane))
+        for (int64_t i = 0; i < count; ++i) c[i * tile_size + lane] += row[i] * b[r * tile_size + lane];
+  }
 }
 
 /// factors[lane] = 1 / (1 - p) for a kept weight, 0 for a dropped one.
