@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <limits>
 #include <numeric>
 
 #include "torus/core/parallel.h"
@@ -33,11 +32,7 @@ struct TileVisits {
 
 class Builder {
  public:
-  Builder(const MaskRule& rule, const MaskShape& shape) : rule_(rule), shape_(shape) {
-    constexpr int64_t most = std::numeric_limits<int32_t>::max();
-    check(shape.queries <= most && shape.keys <= most, Error::Kind::Shape, "[mask] at most ", most,
-          " tokens a side, got ", shape.queries, " queries and ", shape.keys, " keys");
-  }
+  Builder(const MaskRule& rule, const MaskShape& shape) : rule_(rule), shape_(shape) {}
 
   std::shared_ptr<const MaskMap> build() {
     build_side(Side::query, map_->query);
@@ -281,6 +276,11 @@ int64_t MaskMap::bytes() const {
 static constexpr int64_t most_bytes = int64_t{256} << 20;
 
 std::shared_ptr<const MaskMap> MaskRule::map(MaskShape shape) const {
+  check(shape.queries >= 0 && shape.queries <= max_tokens && shape.keys >= 0 && shape.keys <= max_tokens,
+        Error::Kind::Shape, "[mask] expected 0 to ", max_tokens, " tokens a side, got ", shape.queries,
+        " queries and ", shape.keys, " keys");
+  check(shape.batch >= 0 && shape.head >= 0, Error::Kind::Shape,
+        "[mask] batch and head must be at least 0, got ", shape.batch, " and ", shape.head);
   check_shape(shape);
   if (const PackedDocuments* documents = packed()) return documents->settled().rule().map(shape);
   if (!per_batch()) shape.batch = 0;
@@ -324,28 +324,17 @@ MaskCosts mask_costs(const Mask& mask, int64_t queries, int64_t keys, int64_t ba
   costs.needed = map->needed, costs.visited = map->visited, costs.bytes = map->bytes();
   costs.atoms = static_cast<int64_t>(map->atoms.size());
   std::vector<int64_t> seen(static_cast<size_t>(queries), 0);
-  const detail::SideMap& side = map->query;
-  for (int64_t tile = 0; tile < side.tiles; ++tile) {
-    std::array<int64_t, detail::tile_size> space;
-    const auto owners = side.owners(tile, queries, space);
-    for (const detail::Visit& visit : side.of_tile(tile)) {
-      using Kind = detail::Visit::Kind;
-      (visit.kind == Kind::interval ? costs.intervals
-       : visit.kind == Kind::run    ? costs.runs
-                                    : costs.gathers) += 1;
-      for (int64_t j = 0; j < (visit.kind == Kind::interval ? 1 : visit.count); ++j) {
-        const int32_t id = visit.kind == Kind::interval
-                               ? -1
-                               : side.atom_ids[static_cast<size_t>(visit.atoms + j / detail::tile_size)];
-        const uint64_t word =
-            id < 0 ? ~uint64_t{0}
-                   : map->atoms[static_cast<size_t>(id)][static_cast<size_t>(j % detail::tile_size)];
-        for (size_t i = 0; i < owners.size(); ++i)
-          if (word >> i & 1)
-            seen[static_cast<size_t>(owners[i])] += visit.kind == Kind::interval ? visit.count : 1;
-      }
-    }
+  for (const detail::Visit& visit : map->query.visits) {
+    using Kind = detail::Visit::Kind;
+    (visit.kind == Kind::interval ? costs.intervals
+     : visit.kind == Kind::run    ? costs.runs
+                                  : costs.gathers) += 1;
   }
+  detail::for_each_visit(*map, detail::Side::query, queries,
+                         [&](std::span<const int64_t> owners, int64_t, int64_t count, uint64_t word) {
+                           for (size_t i = 0; i < owners.size(); ++i)
+                             if (word >> i & 1) seen[static_cast<size_t>(owners[i])] += count;
+                         });
   if (queries > 0) {
     const auto [fewest, most] = std::minmax_element(seen.begin(), seen.end());
     costs.fewest_keys = *fewest, costs.most_keys = *most;

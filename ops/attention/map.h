@@ -2,6 +2,7 @@
 // visits.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <unordered_map>
@@ -66,5 +67,32 @@ struct MaskMap {
   const SideMap& side(Side which) const { return which == Side::query ? query : key; }
   int64_t bytes() const;
 };
+
+/// Calls f(owners, first, count, word) for what each tile of a side visits: the owners whose bits are set in
+/// `word` see the others first ... first + count - 1.
+template <class F>
+void for_each_visit(const MaskMap& map, Side which, int64_t total_owners, F&& f) {
+  const SideMap& side = map.side(which);
+  std::array<int64_t, tile_size> space;
+  for (int64_t tile = 0; tile < side.tiles; ++tile) {
+    const auto owners = side.owners(tile, total_owners, space);
+    for (const Visit& visit : side.of_tile(tile)) {
+      if (visit.kind == Visit::Kind::interval) {
+        f(owners, visit.first, visit.count, ~uint64_t{0});
+        continue;
+      }
+      for (int64_t j = 0; j < visit.count; ++j) {
+        const int32_t atom = side.atom_ids[static_cast<size_t>(visit.atoms + j / tile_size)];
+        const uint64_t word = atom < 0
+                                  ? ~uint64_t{0}
+                                  : map.atoms[static_cast<size_t>(atom)][static_cast<size_t>(j % tile_size)];
+        const int64_t other = visit.kind == Visit::Kind::gather
+                                  ? side.lists[static_cast<size_t>(visit.first + j)]
+                                  : visit.first + j;
+        f(owners, other, int64_t{1}, word);
+      }
+    }
+  }
+}
 
 }  // namespace torus::detail

@@ -48,13 +48,75 @@ class FullRule final : public PredicateRule<FullRule> {
   }
 };
 
-// Keys q - left ... q + right of the key level with query q. Infinite sides make it causal.
+// Where documents start, and where the last ends.
+std::vector<int64_t> starts_of(std::span<const int64_t> lengths) {
+  std::vector<int64_t> starts{0};
+  for (int64_t length : lengths) {
+    check(length >= 0, Error::Kind::Value, "[document] a length must be at least 0, got ", length);
+    check(length <= detail::max_tokens - starts.back(), Error::Kind::Value,
+          "[document] the documents have more than ", detail::max_tokens, " tokens");
+    starts.push_back(starts.back() + length);
+  }
+  return starts;
+}
+
+size_t document_of(const std::vector<int64_t>& starts, int64_t token) {
+  return static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), token) - starts.begin()) - 1;
+}
+
+// Lists of one entry a batch element.
+void check_batches(const char* op, const MaskShape& s, int64_t count) {
+  check(s.batches < 0 ? s.batch < count : s.batches == count, Error::Kind::Shape, "[", op,
+        "] expected lengths of ", s.batches < 0 ? s.batch + 1 : s.batches, " batch elements, got ", count);
+}
+
+void append(std::vector<Range>& ranges, const Range& range) {
+  if (range.first >= range.last) return;
+  if (!ranges.empty() && ranges.back().last == range.first && ranges.back().all == range.all)
+    ranges.back().last = range.last;
+  else
+    ranges.push_back(range);
+}
+
+// Candidates of owners of which low ... high see others in `span_of(low, high)`, whose ends ascend with
+// theirs, and all see those in `every`. The owners of a box lie in runs far apart: what lies between the
+// spans of these is left out.
+template <class SpanOf>
+Candidates candidates_of_runs(std::span<const int64_t> owners, const Range& every, SpanOf&& span_of) {
+  std::vector<int64_t> sorted(owners.begin(), owners.end());
+  std::sort(sorted.begin(), sorted.end());
+  std::vector<Range> spans;
+  for (size_t i = 0; i < sorted.size();) {
+    size_t end = i + 1;
+    while (end < sorted.size() && sorted[end] == sorted[end - 1] + 1) ++end;
+    const Range span = span_of(sorted[i], sorted[end - 1]);
+    if (!spans.empty() && span.first <= spans.back().last)
+      spans.back().last = span.last;
+    else
+      spans.push_back(span);
+    i = end;
+  }
+  Candidates result;
+  for (const Range& span : spans) {
+    const int64_t from = std::clamp(every.first, span.first, span.last),
+                  to = std::clamp(every.last, from, span.last);
+    for (const Range& part : {Range{span.first, from, false}, {from, to, true}, {to, span.last, false}})
+      if (part.all || spans.size() == 1 || part.last - part.first >= detail::tile_size)
+        append(result.ranges, part);
+      else  // short ones share blocks
+        for (int64_t token = part.first; token < part.last; ++token) result.list.push_back(token);
+  }
+  return result;
+}
+
+// Keys q - left ... q + right of the key level with query q. Without a left end, it is causal.
 class BandRule final : public PredicateRule<BandRule> {
  public:
   BandRule(const char* op, std::optional<int64_t> left, int64_t right, std::optional<Align> align)
-      : left_(left), right_(right), alignment_(op, align) {
+      : left_(left), right_(std::min(right, far)), alignment_(op, align) {
     check(left.value_or(0) >= 0 && right >= 0, Error::Kind::Value, "[", op,
           "] left and right must be at least 0, got ", left.value_or(0), " and ", right);
+    if (left_) left_ = std::min(*left_, far);
   }
 
   bool sees(const Query& q, const Key& k, const MaskShape& shape) const {
@@ -64,40 +126,54 @@ class BandRule final : public PredicateRule<BandRule> {
   void check_shape(const MaskShape& shape) const override { alignment_.check_shape(shape); }
 
   Candidates candidates(Side side, std::span<const int64_t> owners, const MaskShape& shape) const override {
-    const int64_t low = lowest(owners), high = highest(owners), shift = alignment_.shift(shape);
-    const int64_t length = shape.others(side);
-    const auto inside = [&](int64_t token) { return std::clamp<int64_t>(token, 0, length); };
-    // Every owner sees [every_first, every_last), some owner sees [any_first, any_last).
-    int64_t any_first = 0, every_first = 0, any_last = length, every_last = length;
-    if (side == Side::query) {
-      if (left_) any_first = inside(low + shift - *left_), every_first = inside(high + shift - *left_);
-      any_last = inside(high + shift + right_ + 1), every_last = inside(low + shift + right_ + 1);
-    } else {
-      if (left_) any_last = inside(high - shift + *left_ + 1), every_last = inside(low - shift + *left_ + 1);
-      any_first = inside(low - shift - right_), every_first = inside(high - shift - right_);
-    }
-    if (every_first >= every_last) return {{{any_first, any_last, false}}, {}};
-    return {{{any_first, every_first, false}, {every_first, every_last, true}, {every_last, any_last, false}},
-            {}};
+    // The first and last other that an owner sees, not yet cut at the ends.
+    const int64_t length = shape.others(side), shift = alignment_.shift(shape);
+    const auto first = [&](int64_t owner) {
+      if (side == Side::key) return owner - shift - right_;
+      return left_ ? owner + shift - *left_ : 0;
+    };
+    const auto last = [&](int64_t owner) {
+      if (side == Side::query) return owner + shift + right_;
+      return left_ ? owner - shift + *left_ : length - 1;
+    };
+    const auto inside = [&](int64_t from, int64_t to) {
+      return Range{std::clamp<int64_t>(from, 0, length), std::clamp<int64_t>(to + 1, 0, length), false};
+    };
+    return candidates_of_runs(owners, inside(first(highest(owners)), last(lowest(owners))),
+                              [&](int64_t low, int64_t high) { return inside(first(low), last(high)); });
   }
 
  private:
+  static constexpr int64_t far = 2 * detail::max_tokens;  // beyond any token
+
   std::optional<int64_t> left_;
   int64_t right_;
   Alignment alignment_;
 };
 
-class DocumentRule final : public PredicateRule<DocumentRule> {
+class DocumentRule final : public MaskRule {
  public:
   DocumentRule(const std::vector<int64_t>& query_lengths, const std::vector<int64_t>& key_lengths)
-      : starts_{starts(query_lengths), starts(key_lengths)} {
+      : starts_{starts_of(query_lengths), starts_of(key_lengths)} {
     check(query_lengths.size() == key_lengths.size(), Error::Kind::Value,
           "[document] expected as many documents of keys as of queries, got ", key_lengths.size(), " and ",
           query_lengths.size());
   }
 
-  bool sees(const Query& q, const Key& k, const MaskShape&) const {
-    return document_of(Side::query, q.token) == document_of(Side::key, k.token);
+  bool allows(const MaskShape&, int64_t query, int64_t key) const override {
+    return document_of(of(Side::query), query) == document_of(of(Side::key), key);
+  }
+  Atom bits(Side side, std::span<const int64_t> owners, std::span<const int64_t> others,
+            const MaskShape&) const override {
+    // The document of each token is searched once, not for each pair.
+    std::array<size_t, detail::tile_size> mine;
+    for (size_t i = 0; i < owners.size(); ++i) mine[i] = document_of(of(side), owners[i]);
+    Atom result{};
+    for (size_t j = 0; j < others.size(); ++j) {
+      const size_t theirs = document_of(of(side == Side::query ? Side::key : Side::query), others[j]);
+      for (size_t i = 0; i < owners.size(); ++i) result[j] |= uint64_t{mine[i] == theirs} << i;
+    }
+    return result;
   }
   void check_shape(const MaskShape& s) const override {
     for (Side side : {Side::query, Side::key})
@@ -105,25 +181,17 @@ class DocumentRule final : public PredicateRule<DocumentRule> {
             of(side).back(), side == Side::query ? " queries, got " : " keys, got ", s.owners(side));
   }
   Candidates candidates(Side side, std::span<const int64_t> owners, const MaskShape&) const override {
-    const size_t first = document_of(side, lowest(owners)), last = document_of(side, highest(owners));
     const auto& others = of(side == Side::query ? Side::key : Side::query);
-    return {{{others[first], others[last + 1], first == last}}, {}};
+    const auto document = [&](int64_t owner) { return document_of(of(side), owner); };
+    const size_t first = document(lowest(owners)), last = document(highest(owners));
+    return candidates_of_runs(owners, {others[last], first == last ? others[last + 1] : others[last], true},
+                              [&](int64_t low, int64_t high) {
+                                return Range{others[document(low)], others[document(high) + 1], false};
+                              });
   }
 
  private:
-  static std::vector<int64_t> starts(const std::vector<int64_t>& lengths) {
-    std::vector<int64_t> result{0};
-    for (int64_t length : lengths) {
-      check(length >= 0, Error::Kind::Value, "[document] a length must be at least 0, got ", length);
-      result.push_back(result.back() + length);
-    }
-    return result;
-  }
   const std::vector<int64_t>& of(Side side) const { return starts_[side == Side::key]; }
-  size_t document_of(Side side, int64_t token) const {
-    const auto& starts = of(side);
-    return static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), token) - starts.begin()) - 1;
-  }
 
   std::array<std::vector<int64_t>, 2> starts_;
 };
@@ -162,9 +230,6 @@ class PackedRule final : public PredicateRule<PackedRule> {
   const std::vector<int64_t>& of(const MaskShape& shape) const {
     return starts_.at(per_batch() ? static_cast<size_t>(shape.batch) : 0);
   }
-  static size_t document_of(const std::vector<int64_t>& starts, int64_t token) {
-    return static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), token) - starts.begin()) - 1;
-  }
 
   std::vector<std::vector<int64_t>> starts_;
   bool causal_;
@@ -182,11 +247,7 @@ class TensorDocumentRule final : public MaskRule {
   void check_shape(const MaskShape& s) const override {
     check(s.queries == s.keys, Error::Kind::Shape, "[document] expected as many keys as queries, got ",
           s.keys, " and ", s.queries);
-    if (!per_batch()) return;
-    const int64_t count = documents_.lengths.size(0);
-    check(s.batches == 0 ? s.batch < count : s.batches == count, Error::Kind::Shape,
-          "[document] expected lengths of ", s.batches == 0 ? s.batch + 1 : s.batches,
-          " batch elements, got ", count);
+    if (per_batch()) check_batches("document", s, documents_.lengths.size(0));
   }
   bool allows(const MaskShape& shape, int64_t q, int64_t k) const override {
     return documents_.settled().allows(q, k, shape.queries, shape.keys, shape.batch, shape.head);
@@ -210,9 +271,7 @@ class PaddingRule final : public PredicateRule<PaddingRule> {
 
   bool sees(const Query&, const Key& k, const MaskShape& shape) const { return k.token < length(shape); }
   void check_shape(const MaskShape& s) const override {
-    const auto count = static_cast<int64_t>(lengths_.size());
-    check(s.batches == 0 ? s.batch < count : s.batches == count, Error::Kind::Shape, "[padding] expected ",
-          s.batches == 0 ? s.batch + 1 : s.batches, " lengths, one a batch element, got ", count);
+    check_batches("padding", s, static_cast<int64_t>(lengths_.size()));
     for (size_t b = 0; b < lengths_.size(); ++b)
       check(lengths_[b] >= 0 && lengths_[b] <= s.keys, Error::Kind::Shape,
             "[padding] the length of batch element ", b, " must be in [0, ", s.keys, "], got ", lengths_[b]);
@@ -276,14 +335,6 @@ void for_each_piece(const std::vector<Range>& a, const std::vector<Range>& b, in
     const int of_a = level(a, i, ends[e]), of_b = level(b, j, ends[e]);
     f(ends[e], ends[e + 1], of_a, of_b);
   }
-}
-
-void append(std::vector<Range>& ranges, const Range& range) {
-  if (range.first >= range.last) return;
-  if (!ranges.empty() && ranges.back().last == range.first && ranges.back().all == range.all)
-    ranges.back().last = range.last;
-  else
-    ranges.push_back(range);
 }
 
 std::vector<Range> without_empty(const std::vector<Range>& ranges) {
@@ -417,6 +468,10 @@ Mask::Mask() : Mask(full()) {}
 
 bool Mask::allows(int64_t q, int64_t k, int64_t queries, int64_t keys, int64_t batch, int64_t head) const {
   const MaskShape shape{.queries = queries, .keys = keys, .batch = batch, .head = head};
+  check(q >= 0 && q < queries && k >= 0 && k < keys && batch >= 0 && head >= 0, Error::Kind::Shape,
+        "[mask] expected a query below ", queries, ", a key below ", keys,
+        " and a batch and head from 0 on, got ", q, ", ", k, ", ", batch, " and ", head);
+  rule_->check_shape(shape);
   return rule_->allows(shape, q, k);
 }
 
@@ -490,13 +545,9 @@ Mask detail::PackedDocuments::settled() const {
   if (settled_ && lengths.device() == cpu && version_ == lengths.version()) return *settled_;
   version_ = lengths.version();
   const auto values = lengths.to_vector<int64_t>();
-  std::vector<std::vector<int64_t>> starts(static_cast<size_t>(per_batch() ? lengths.size(0) : 1), {0});
-  auto next = values.begin();
-  for (auto& of_one : starts)
-    for (int64_t i = 0; i < documents(); ++i) {
-      check(*next >= 0, Error::Kind::Value, "[document] a length must be at least 0, got ", *next);
-      of_one.push_back(of_one.back() + *next++);
-    }
+  std::vector<std::vector<int64_t>> starts;
+  for (int64_t b = 0; b < (per_batch() ? lengths.size(0) : 1); ++b)
+    starts.push_back(starts_of({values.data() + b * documents(), static_cast<size_t>(documents())}));
   return settled_.emplace(make<PackedRule>(std::move(starts), per_batch(), causal));
 }
 

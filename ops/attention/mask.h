@@ -15,7 +15,7 @@ namespace torus {
 
 struct MaskOptions {
   std::vector<int64_t> grid = {};      // sizes of the grid that the tokens lie on, row-major; empty: no grid
-  std::vector<int64_t> key_grid = {};  // of the keys, if it is another
+  std::vector<int64_t> key_grid = {};  // of the keys, if it is another; may have other axes
   bool per_batch = false;              // the predicate reads `batch`: each element gets its own map
   bool per_head = false;               // the predicate reads `head`
 };
@@ -29,12 +29,13 @@ class Mask {
   explicit Mask(std::shared_ptr<const detail::MaskRule> rule) : rule_(std::move(rule)) {}
 
   /// A mask that did not exist before: `predicate(Query, Key)` returns whether the pair is allowed. It must
-  /// be pure: it runs on several threads, once for each pair that might be visited, when a new problem size
-  /// is first met. With a grid, `coord` holds a token's place on it, and kernels work on boxes of the grid.
+  /// be pure: it runs on several threads, about twice for each pair, when a new problem size is first met.
+  /// With a grid, `coord` holds a token's place on it, and kernels work on boxes of the grid.
   template <class Predicate>
   static Mask from(Predicate predicate, const MaskOptions& options = {});
 
   /// Whether query token q may see key token k, among Nq queries and Nk keys, of one batch element and head.
+  /// Throws Error{Shape} if the mask does not fit these sizes, or the pair does not lie in them.
   bool allows(int64_t q, int64_t k, int64_t queries, int64_t keys, int64_t batch = 0, int64_t head = 0) const;
   const detail::MaskRule& rule() const { return *rule_; }
 
@@ -78,8 +79,7 @@ Mask padding(std::vector<int64_t> lengths);
 Mask prefix(int64_t length);
 
 /// What a window does at the ends of an axis of length L. The keys of centre q lie at q + j d for w values of
-/// j from
-/// -(w/2) on (so an even window has one more below); d is the dilation; a key counts once.
+/// j from -(w/2) on (so an even window has one more below); d is the dilation; a key counts once.
 enum class Boundary {
   wrap,    // modulo L: the axis is a circle
   shift,   // slides inward, keeping its size, within the keys of one residue modulo d (NATTEN's rule)
@@ -90,19 +90,20 @@ enum class Boundary {
 inline constexpr Boundary wrap = Boundary::wrap, shift = Boundary::shift, shrink = Boundary::shrink,
                           valid = Boundary::valid;
 
-/// One entry an axis; `dilation` and `boundary` may be left out (1; shift) or hold one entry for all axes.
+/// One entry an axis; `window`, `dilation` and `boundary` may hold one for all axes, and the last two none
+/// (1; shift). The keys lie on the same grid, on a longer one if axes are `valid`, or queries are where
+/// `centers` says.
 struct NeighborhoodOptions {
   std::vector<int64_t> grid = {};    // of the queries
   std::vector<int64_t> window = {};  // w >= 1
   std::vector<int64_t> dilation = {};
   std::vector<Boundary> boundary = {};
-  std::vector<int64_t> key_grid =
-      {};               // if it is another: then `centers` says where each query is (but on valid axes)
-  Tensor centers = {};  // [Nq, axes] i64 on the key grid, instead of a grid of queries
+  std::vector<int64_t> key_grid = {};  // if it is another than `grid`
+  Tensor centers = {};  // [Nq, axes] i64 on the key grid, instead of a grid of queries; not on valid axes
 };
 
-/// A window around each token of a grid of any number of axes up to 6. Throws Error{Value, Shape} naming the
-/// axis.
+/// A window around each token of a grid of any number of axes up to 6. Masks of equal options share their
+/// maps. Throws Error{Value, Shape} naming the axis.
 Mask neighborhood(const NeighborhoodOptions& options);
 
 /// What attention does under a mask.

@@ -5,10 +5,12 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -39,13 +41,16 @@ inline constexpr int max_grid_axes = 6;
 /// A token as a predicate sees it.
 struct MaskToken {
   int64_t token = 0;                              // its place in the sequence
-  std::array<int64_t, max_grid_axes> coord = {};  // its place on the grid, where the mask names one
+  std::array<int64_t, max_grid_axes> coord = {};  // its place on the grid; 0 on axes that the mask names not
   Declared batch, head;
 };
 struct Query : MaskToken {};
 struct Key : MaskToken {};
 
 namespace detail {
+
+/// Tokens of a side at most: maps keep them in 32 bits.
+inline constexpr int64_t max_tokens = std::numeric_limits<int32_t>::max();
 
 /// Owners of a tile at most, and others an atom of bits.
 inline constexpr int64_t tile_size = 64;
@@ -57,10 +62,10 @@ enum class Side { query, key };
 using Atom = std::array<uint64_t, tile_size>;
 
 /// The problem that a map is for. `batch` and `head` are 0 where the rule does not depend on them;
-/// `batches`, how many elements there are, is 0 where that is not known.
+/// `batches`, how many elements there are, is -1 where that is not known.
 struct MaskShape {
   int64_t queries = 0, keys = 0;
-  int64_t batches = 0;
+  int64_t batches = -1;
   int64_t batch = 0, head = 0;
 
   int64_t owners(Side side) const { return side == Side::query ? queries : keys; }
@@ -135,7 +140,7 @@ class MaskRule {
 class Grid {
  public:
   Grid() = default;
-  /// Throws Error{Value} on a size below 1 or too many axes.
+  /// Throws Error{Value} on a size below 1, too many axes, or too many tokens.
   Grid(const char* op, std::vector<int64_t> sizes);
 
   int axes() const { return static_cast<int>(sizes_.size()); }
@@ -143,6 +148,8 @@ class Grid {
   int64_t tokens() const;
   const std::vector<int64_t>& sizes() const { return sizes_; }
   std::array<int64_t, max_grid_axes> coord(int64_t token) const;
+  /// "4 x 5".
+  std::string text() const;
   /// Throws Error{Shape} unless the grid has `tokens` tokens; `what` names them.
   void check_tokens(const char* op, int64_t tokens, const char* what) const;
   /// Owners in boxes of at most 64 tokens, whose sides keep box + reach (the window) small.

@@ -1,6 +1,11 @@
 // Grids, and windows on them.
 #include <algorithm>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <numeric>
+#include <tuple>
 
 #include "torus/ops/attention/mask.h"
 
@@ -14,6 +19,18 @@ Grid::Grid(const char* op, std::vector<int64_t> sizes) : sizes_(std::move(sizes)
   for (size_t axis = 0; axis < sizes_.size(); ++axis)
     check(sizes_[axis] > 0, Error::Kind::Value, "[", op, "] axis ", axis,
           " of the grid must be at least 1, got ", sizes_[axis]);
+  int64_t count = 1;
+  for (int64_t size : sizes_) {
+    check(size <= max_tokens / count, Error::Kind::Value, "[", op, "] a grid has at most ", max_tokens,
+          " tokens, got ", text());
+    count *= size;
+  }
+}
+
+std::string Grid::text() const {
+  std::string sides;
+  for (int64_t size : sizes_) sides += (sides.empty() ? "" : " x ") + std::to_string(size);
+  return sides;
 }
 
 int64_t Grid::tokens() const {
@@ -30,10 +47,9 @@ std::array<int64_t, max_grid_axes> Grid::coord(int64_t token) const {
 }
 
 void Grid::check_tokens(const char* op, int64_t count, const char* what) const {
-  std::string sides;
-  for (int64_t size : sizes_) sides += (sides.empty() ? "" : " x ") + std::to_string(size);
-  check(tokens() == count, Error::Kind::Shape, "[", op, "] a grid of ", sides, " has ", tokens(),
-        " tokens, got ", count, " ", what);
+  if (tokens() != count)
+    fail(Error::Kind::Shape, "[", op, "] a grid of ", text(), " has ", tokens(), " tokens, got ", count, " ",
+         what);
 }
 
 OwnerOrder Grid::boxes(const std::vector<int64_t>& reach) const {
@@ -103,6 +119,8 @@ void Grid::append_box(std::vector<int64_t>& tokens, std::vector<int64_t> from, s
 
 NamedGrids::NamedGrids(std::vector<int64_t> grid, std::vector<int64_t> key_grid)
     : query_grid_("mask", std::move(grid)) {
+  check(key_grid.empty() || query_grid_.axes() > 0, Error::Kind::Value,
+        "[mask] a key_grid needs the grid of the queries, got none");
   key_grid_ = key_grid.empty() ? query_grid_ : Grid("mask", std::move(key_grid));
 }
 
@@ -165,14 +183,23 @@ int64_t modulo(int64_t a, int64_t n) { return (a % n + n) % n; }
 struct Axis {
   Boundary boundary;
   int64_t window, dilation, centers, keys;
-  std::vector<bool> reach;  // wrap: whether a key at this distance modulo `keys` is in the window
+  std::vector<bool> reach = {};  // wrap: whether a key at this distance modulo `keys` is in the window
+
+  /// How many keys `valid` needs, at most what int64_t holds.
+  int64_t keys_of_valid() const {
+    constexpr int64_t most = std::numeric_limits<int64_t>::max();
+    return window - 1 > (most - centers) / dilation ? most : centers + (window - 1) * dilation;
+  }
 
   void prepare() {
+    // What is longer than the axis acts as this does, and sums of it do not overflow.
+    window = std::min(window, 2 * keys);
+    dilation = boundary == Boundary::wrap ? dilation % keys : std::min(dilation, keys);
     if (boundary != Boundary::wrap) return;
     reach.assign(static_cast<size_t>(keys), false);
     // After `keys` steps the residues repeat.
     for (int64_t j = 0; j < std::min(window, keys); ++j)
-      reach[static_cast<size_t>(modulo((j - window / 2) % keys * (dilation % keys), keys))] = true;
+      reach[static_cast<size_t>(modulo((j - window / 2) % keys * dilation, keys))] = true;
   }
 
   bool sees(int64_t c, int64_t k) const {
@@ -202,7 +229,7 @@ struct Axis {
     if (boundary == Boundary::wrap) {
       const int64_t sign = side == Side::query ? 1 : -1;
       for (int64_t j = 0; j < std::min(window, keys); ++j)
-        into.push_back(modulo(token + sign * ((j - window / 2) % keys) * (dilation % keys), keys));
+        into.push_back(modulo(token + sign * ((j - window / 2) % keys) * dilation, keys));
       return;
     }
     const int64_t steps = std::min(window - 1, std::max(keys, centers) / dilation + 1);
@@ -221,6 +248,8 @@ class NeighborhoodRule final : public detail::MaskRule {
     const int axes = key_grid_.axes();
     check(axes > 0, Error::Kind::Value, "[neighborhood] expected a grid of at least one axis, got none");
     explicit_ = o.centers.defined();
+    check(!explicit_ || o.grid.empty() || o.key_grid.empty(), Error::Kind::Value,
+          "[neighborhood] centers lie on the grid of the keys: expected one of grid and key_grid, got both");
     check(explicit_ || static_cast<int>(o.grid.size()) == axes, Error::Kind::Value,
           "[neighborhood] expected a query grid of ", axes, " axes, as that of the keys, got ",
           o.grid.size());
@@ -236,17 +265,16 @@ class NeighborhoodRule final : public detail::MaskRule {
     for (int a = 0; a < axes; ++a) {
       const auto at = static_cast<size_t>(a);
       Axis axis{detail::axis_entry(o.boundary, at, Boundary::shift),
-                detail::axis_entry<int64_t>(o.window, at, 1),
-                detail::axis_entry<int64_t>(o.dilation, at, 1),
-                query_grid_.size(a),
-                key_grid_.size(a),
-                {}};
+                detail::axis_entry<int64_t>(o.window, at, 1), detail::axis_entry<int64_t>(o.dilation, at, 1),
+                query_grid_.size(a), key_grid_.size(a)};
+      check(std::string(name(axis.boundary)) != "unknown", Error::Kind::Value, "[neighborhood] axis ", a,
+            ": expected a boundary, got number ", static_cast<int>(axis.boundary));
       check(axis.window >= 1 && axis.dilation >= 1, Error::Kind::Value, "[neighborhood] axis ", a,
             ": window and dilation must be at least 1, got ", axis.window, " and ", axis.dilation);
       if (axis.boundary == Boundary::valid) {
         check(!explicit_, Error::Kind::Value, "[neighborhood] axis ", a,
               ": valid takes no centers, they follow from the grids");
-        const int64_t expected = axis.centers + (axis.window - 1) * axis.dilation;
+        const int64_t expected = axis.keys_of_valid();
         check(axis.keys == expected, Error::Kind::Shape, "[neighborhood] axis ", a, ": valid with window ",
               axis.window, ", dilation ", axis.dilation, " and ", axis.centers, " queries needs ", expected,
               " keys, got ", axis.keys);
@@ -332,7 +360,7 @@ class NeighborhoodRule final : public detail::MaskRule {
     return result;
   }
 
-  // A pair is allowed if all axes allow it; owners with one coordinate share the answer of an axis.
+  // A pair is allowed if all axes allow it; an axis answers once for each pair of coordinates.
   Atom bits(Side side, std::span<const int64_t> owners, std::span<const int64_t> others,
             const MaskShape&) const override {
     std::array<std::array<int64_t, max_grid_axes>, tile_size> mine, theirs;
@@ -342,27 +370,42 @@ class NeighborhoodRule final : public detail::MaskRule {
       theirs[j] = side == Side::query ? key_grid_.coord(others[j]) : center(others[j]);
     Atom result{};
     for (size_t a = 0; a < axes_.size(); ++a) {
-      std::vector<std::pair<int64_t, uint64_t>> known;
+      // Coordinates of owners with the bits of those that have them; of others, with the bits of who sees
+      // them.
+      Words owned, seen;
+      for (size_t i = 0; i < owners.size(); ++i) owned.at(mine[i][a]) |= uint64_t{1} << i;
       for (size_t j = 0; j < others.size(); ++j) {
         const int64_t c = theirs[j][a];
-        auto found =
-            std::find_if(known.begin(), known.end(), [&](const auto& pair) { return pair.first == c; });
-        if (found == known.end()) {
-          uint64_t word = 0;
-          for (size_t i = 0; i < owners.size(); ++i) {
-            const bool sees =
-                side == Side::query ? axes_[a].sees(mine[i][a], c) : axes_[a].sees(c, mine[i][a]);
-            word |= uint64_t{sees} << i;
+        const size_t known = seen.size;
+        uint64_t& word = seen.at(c);
+        if (seen.size > known)
+          for (size_t i = 0; i < owned.size; ++i) {
+            const int64_t owner = owned.keys[i];
+            if (side == Side::query ? axes_[a].sees(owner, c) : axes_[a].sees(c, owner))
+              word |= owned.words[i];
           }
-          found = known.insert(known.end(), {c, word});
-        }
-        result[j] = a == 0 ? found->second : result[j] & found->second;
+        result[j] = a == 0 ? word : result[j] & word;
       }
     }
     return result;
   }
 
  private:
+  // A few numbers, mostly asked for in order, with a word each.
+  struct Words {
+    std::array<int64_t, tile_size> keys;
+    std::array<uint64_t, tile_size> words;
+    size_t size = 0, last = 0;
+
+    /// 0 for a new number.
+    uint64_t& at(int64_t key) {
+      if (size > 0 && keys[last] == key) return words[last];
+      for (last = 0; last < size && keys[last] != key;) ++last;
+      if (last == size) keys[size] = key, words[size++] = 0;
+      return words[last];
+    }
+  };
+
   static void make_unique(std::vector<int64_t>& values) {
     std::sort(values.begin(), values.end());
     values.erase(std::unique(values.begin(), values.end()), values.end());
@@ -415,8 +458,20 @@ class NeighborhoodRule final : public detail::MaskRule {
 
 }  // namespace
 
-Mask neighborhood(const NeighborhoodOptions& options) {
-  return Mask(std::make_shared<NeighborhoodRule>(options));
+Mask neighborhood(const NeighborhoodOptions& o) {
+  if (o.centers.defined()) return Mask(std::make_shared<NeighborhoodRule>(o));
+  using Windows = std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>,
+                             std::vector<Boundary>, std::vector<int64_t>>;
+  static std::mutex mutex;
+  static std::map<Windows, std::weak_ptr<const NeighborhoodRule>> rules;
+  const Windows windows{o.grid, o.window, o.dilation, o.boundary, o.key_grid};
+  std::lock_guard lock(mutex);
+  if (const auto found = rules.find(windows); found != rules.end())
+    if (const auto rule = found->second.lock()) return Mask(rule);
+  const auto rule = std::make_shared<const NeighborhoodRule>(o);
+  std::erase_if(rules, [](const auto& entry) { return entry.second.expired(); });
+  rules[windows] = rule;
+  return Mask(rule);
 }
 
 }  // namespace torus

@@ -56,14 +56,13 @@ class MaskMaker {
   Made grid() {
     NeighborhoodOptions o;
     std::ostringstream text;
-    const int64_t axes = 1 + below(3);
+    const int64_t axes = 1 + below(4);
     int64_t queries = 1, keys = 1;
     for (int64_t a = 0; a < axes; ++a) {
-      const int64_t length = 1 + below(axes == 1   ? 150
-                                       : axes == 2 ? 13
-                                                   : 6),
+      const int64_t length = 1 + below(axes == 1 ? 150 : std::clamp<int64_t>(220 / queries, 1, 13)),
                     w = 1 + below(7), d = 1 + below(3);
-      const auto boundary = static_cast<Boundary>(below(5));
+      auto boundary = static_cast<Boundary>(below(5));
+      if (keys * (length + (w - 1) * d) > 4000) boundary = wrap;  // valid would have too many keys
       o.grid.push_back(length);
       o.window.push_back(w);
       o.dilation.push_back(d);
