@@ -122,6 +122,7 @@ Tensor row_gradient(const AttentionGradients& g, DType dtype) {
 void count(ProfileScope& scope, const AttentionProblem& p, int64_t widths,
            std::initializer_list<const Tensor*> tensors) {
   if (!scope) return;
+  if (p.batch() == 0) return;
   for (const Tensor* tensor : tensors) scope.add(*tensor);
   if (p.mask.rule().packed()) return;  // only the device knows their lengths
   scope.add_flops(2.0 * static_cast<double>(p.batch() * p.heads() * widths) *
@@ -217,13 +218,20 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
     check_bias(problem.bias.back(), problem);
     inputs.push_back(problem.bias.back().value());
   }
-  check(std::isfinite(options.softcap) && options.softcap >= 0, Error::Kind::Value,
-        "[attention] softcap must be at least 0, got ", options.softcap);
+  // Scores are computed in f32 but for f64.
+  const DType lse_dtype = q.dtype() == f64 ? f64 : f32;
+  const auto rounded = [&](double x) {
+    return lse_dtype == f64 ? x : static_cast<double>(static_cast<float>(x));
+  };
+  check(std::isfinite(rounded(options.softcap)) && options.softcap >= 0 &&
+            (rounded(options.softcap) > 0 || options.softcap == 0),
+        Error::Kind::Value, "[attention] softcap must be 0 or a positive number of ", lse_dtype, ", got ",
+        options.softcap);
   problem.softcap = options.softcap;
   problem.scale =
       options.scale.value_or(1 / std::sqrt(static_cast<double>(std::max<int64_t>(problem.width(), 1))));
-  check(std::isfinite(problem.scale), Error::Kind::Value, "[attention] scale must be finite, got ",
-        problem.scale);
+  check(std::isfinite(rounded(problem.scale)), Error::Kind::Value, "[attention] scale must be finite in ",
+        lse_dtype, ", got ", problem.scale);
   problem.deterministic = options.deterministic;
   if (options.dropout > 0) {
     Generator& generator = options.generator ? *options.generator : default_generator();
@@ -246,7 +254,6 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
   if (reference_only) return detail::reference_attention(q, k, v, problem);
 
   const AttentionBackend& backend = choose(problem, options.backend);
-  const DType lse_dtype = q.dtype() == f64 ? f64 : f32;
   Tensor out = detail::empty_heads(problem.batch(), problem.heads(), problem.queries(), problem.value_width(),
                                    q.dtype(), q.device());
   Tensor lse = Tensor::empty({problem.batch(), problem.heads(), problem.queries()}, lse_dtype, q.device());

@@ -22,7 +22,7 @@ const char* name(Backend backend);
 
 struct AttentionOptions {
   Mask mask = full();
-  std::optional<double> scale = {};      // any finite number; 1 / sqrt(D) if not given
+  std::optional<double> scale = {};      // any number finite in f32 (f64 for f64); 1 / sqrt(D) if not given
   std::vector<AttentionBias> bias = {};  // added to the scores, one after another
   double softcap = 0;         // c > 0: scores become c * tanh(scale * q.k / c) before the bias; 0: they stay
   double dropout = 0;         // probability that an attention weight is dropped; 0 <= p <= 1

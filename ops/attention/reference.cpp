@@ -97,6 +97,7 @@ Tensor dropout_factors(const AttentionProblem& problem) {
 // Repeats each key head for its group of query heads: [B, Hk, N, D] to [B, H, N, D].
 Variable repeat_heads(const Variable& x, int64_t group) {
   if (group == 1) return x;
+  if (group == 0) return slice(x, 1, 0, 0);
   const int64_t b = x.size(0), h = x.size(1), n = x.size(2), d = x.size(3);
   return reshape(expand(reshape(x, {b, h, 1, n, d}), {b, h, group, n, d}), {b, h * group, n, d});
 }
@@ -120,19 +121,18 @@ Tensor equals(const Tensor& x, double value) {
 
 AttentionOutput reference_attention(const Variable& q, const Variable& k, const Variable& v,
                                     const AttentionProblem& problem) {
-  const int64_t batch = problem.batch(), heads = problem.heads(), queries = problem.queries(),
-                keys = problem.keys();
+  const int64_t batch = problem.batch(), heads = problem.heads(), queries = problem.queries();
   const DType dtype = q.dtype(), lse_dtype = dtype == f64 ? f64 : f32;
-  if (queries == 0 || keys == 0 || batch == 0 || heads == 0) {  // no row has a key: constants
-    return {Variable(Tensor::zeros({batch, heads, queries, problem.value_width()}, dtype, q.device())),
-            Variable(Tensor::full({batch, heads, queries}, -infinity, lse_dtype, q.device()))};
-  }
-  const int64_t group = heads / problem.kv_heads();
+  const int64_t group = heads / std::max<int64_t>(problem.kv_heads(), 1);
   const Variable k_heads = repeat_heads(k, group), v_heads = repeat_heads(v, group);
 
   Variable s = matmul(q, transpose(k_heads, 2, 3)) * problem.scale;
   if (problem.softcap > 0) s = tanh(s / problem.softcap) * problem.softcap;
   for (const AttentionBias& bias : problem.bias) s = s + dense_bias(bias, problem);
+  if (s.numel() == 0) {  // no row has a key: sums of nothing
+    const Variable none = masked_fill(sum(s, {-1}), Tensor::full({1}, 1, boolean, q.device()), -infinity);
+    return {matmul(s, v_heads), cast(none, lse_dtype)};
+  }
   s = masked_fill(s, forbidden_pairs(problem), -infinity);
   // The row's maximum is only for range: no gradient flows through it.
   Tensor top = max(s.detach(), -1, true).value();

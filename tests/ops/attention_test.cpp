@@ -323,6 +323,50 @@ TEST(Attention, EmptySizes) {
   }
 }
 
+// Every mask, with a bias: as the reference, gradients included.
+TEST(Attention, EmptySizesUnderMasks) {
+  const Mask by_batch = Mask::from([](Query q, Key) { return q.batch == 0; }, {.per_batch = true});
+  for (Problem p : {Problem{.batch = 0, .queries = 12, .keys = 12}, Problem{.queries = 0, .keys = 12},
+                    Problem{.queries = 12, .keys = 0}, Problem{.queries = 0, .keys = 0},
+                    Problem{.heads = 0, .kv_heads = 0, .queries = 12, .keys = 12},
+                    Problem{.heads = 0, .kv_heads = 2, .queries = 12, .keys = 12}}) {
+    std::vector<Mask> masks{full(),
+                            causal(Align::top_left),
+                            !causal(Align::bottom_right),
+                            sliding_window(3, 1, Align::bottom_right),
+                            document({p.queries}, {p.keys}),
+                            padding(std::vector<int64_t>(static_cast<size_t>(p.batch), p.keys)),
+                            causal(Align::top_left) & by_batch,
+                            Mask::from([](Query, Key) { return true; }) | by_batch};
+    if (p.queries == p.keys) {
+      masks.push_back(prefix(3));
+      masks.push_back(document(Tensor::zeros({p.batch, 2}, i64)));
+    }
+    if (p.queries == 12 && p.keys == 12) masks.push_back(neighborhood({.grid = {3, 4}, .window = {3}}));
+    for (const Mask& mask : masks) {
+      p.mask = mask;
+      SCOPED_TRACE(std::to_string(&mask - masks.data()));
+      const Operands o = random_operands(p, 14);
+      const Profiler profiler;  // which counts what the mask allows
+      std::vector<std::vector<Tensor>> results;
+      for (const Backend backend : {Backend::cpu, Backend::reference}) {
+        Tape tape;
+        const Variable q(o.q, true), k(o.k, true), v(o.v, true),
+            bias(Tensor::zeros({p.queries, p.keys}, f64), true);
+        const auto [out, lse] =
+            attention(q, k, v, {.mask = mask, .bias = {bias}, .dropout = 0.1, .backend = backend});
+        tape.backward({out, lse}, {o.d_out, o.d_lse});
+        results.push_back({out.value(), lse.value(), q.grad(), k.grad(), v.grad(), bias.grad()});
+      }
+      for (size_t i = 0; i < results[0].size(); ++i) {
+        ASSERT_TRUE(results[0][i].defined() && results[1][i].defined()) << i << ": " << p;
+        EXPECT_EQ(results[0][i].shape(), results[1][i].shape()) << i << ": " << p;
+        EXPECT_TRUE(same_bits(results[0][i], results[1][i])) << i << ": " << p;
+      }
+    }
+  }
+}
+
 TEST(Attention, RowsWithoutKeysAreZero) {
   const Problem p{.queries = 100, .keys = 30, .mask = causal(Align::bottom_right)};
   const Operands o = random_operands(p, 15);
@@ -472,6 +516,20 @@ TEST(Attention, RefusesWhatDoesNotFit) {
             "Align::bottom_right");
   EXPECT_EQ(message(x({1, 2, 5, 4}), x({1, 2, 5, 4}), x({1, 2, 5, 4}), {.dropout = 1.5}),
             "[attention] dropout must be in [0, 1], got 1.5");
+  // Any number that the scores can hold.
+  for (DType dtype : {f32, f16, bf16}) {
+    const Variable small = x({1, 2, 5, 4}, dtype);
+    EXPECT_EQ(message(small, small, small, {.scale = 1e300}),
+              "[attention] scale must be finite in f32, got 1e+300");
+    for (double softcap : {1e300, 1e-300})
+      EXPECT_NE(message(small, small, small, {.softcap = softcap})
+                    .find("[attention] softcap must be 0 or a positive number of f32, got 1e"),
+                std::string::npos);
+  }
+  const Variable wide = x({1, 2, 5, 4}, f64);
+  EXPECT_EQ(message(wide, wide, wide, {.scale = 1e300, .softcap = 1e-300}), "no error");
+  EXPECT_EQ(message(wide, wide, wide, {.scale = infinity}),
+            "[attention] scale must be finite in f64, got inf");
   const BackendScope only{Backend::reference};
   EXPECT_EQ(message(x({1, 2, 5, 4}), x({1, 2, 5, 4}), x({1, 2, 5, 4})), "no error");
 }
