@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "torus/core/hdf5_handles.h"
+#include "torus/core/hdf5_lists.h"
 
 namespace torus {
 
@@ -44,6 +45,7 @@ Library::Library() : lock_(mutex()) {
     // At exit the library would try again, loudly and in vain, to write what a full disk refused.
     H5dont_atexit();
     register_filters();
+    register_references();
     // No thread is inside the library while the process forks, so the child finds it whole and free.
     pthread_atfork([] { mutex().lock(); }, [] { mutex().unlock(); },
                    [] {
@@ -80,6 +82,16 @@ std::string reason() {
 }  // namespace h5
 
 using namespace h5;
+
+std::string printable(std::string text) {
+  for (size_t i = 0; i < text.size(); ++i) {
+    const auto byte = [&](size_t at) { return at < text.size() ? static_cast<unsigned char>(text[at]) : 0; };
+    if (byte(i) < 32 || byte(i) == 127) text[i] = ' ';
+    // UTF-8 has another 32 of them, U+0080 to U+009F.
+    if (byte(i) == 0xc2 && byte(i + 1) >= 0x80 && byte(i + 1) < 0xa0) text[i] = text[i + 1] = ' ';
+  }
+  return text;
+}
 
 namespace {
 

@@ -13,6 +13,10 @@
 
 namespace torus {
 
+/// Names and text of a file, which may hold anything, as they can be shown: control characters, line breaks
+/// among them, are spaces.
+std::string printable(std::string text);
+
 /// What an attribute holds.
 using Hdf5Value = std::variant<std::string, int64_t, double, std::vector<std::string>, std::vector<int64_t>,
                                std::vector<double>>;
@@ -49,8 +53,8 @@ struct Hdf5Info {
 };
 
 /// An open HDF5 file. The library is not safe for threads, so every call of it takes one lock of the process;
-/// files may be used from any thread. Every failure throws one line, Error{File}, that names the file.
-/// Objects are named by their path from the root: "model/head.weight".
+/// files may be used from any thread. Every failure throws one printable line, Error{File}, that names the
+/// file. Objects are named by their path from the root: "model/head.weight".
 ///
 /// What is written carries checksums, so reading damaged data throws. Tensors keep their dtype: f16 and bf16
 /// are floating types of HDF5, bool is an enumeration as h5py's. In files of others, i8, i16 and u16 read as
@@ -160,13 +164,10 @@ class Hdf5Dataset {
   std::vector<Tensor> read_members(const std::vector<std::string>& members, int64_t first,
                                    int64_t count) const;
 
-  struct Ragged {
-    std::vector<float> values;     // of one record after another
-    std::vector<int64_t> lengths;  // an entry a record
-  };
-  /// A member whose length varies, of records [first, first + count). Throws where they hold more than
-  /// `limit` numbers.
-  Ragged read_ragged(const std::string& member, int64_t first, int64_t count, int64_t limit) const;
+  /// A member whose length varies, of as many records from `first` on as there are lengths, one after
+  /// another. Throws, naming the record, where one has another length.
+  std::vector<float> read_lists(const std::string& member, int64_t first,
+                                const std::vector<int64_t>& lengths) const;
 
   /// Reads everything, in pieces of bounded size, and forgets it. Throws at the first fault.
   void verify() const;

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "torus/core/hdf5_handles.h"
+#include "torus/core/hdf5_lists.h"
 
 namespace torus {
 
@@ -70,7 +71,7 @@ struct Attribute {
 
   void read(std::vector<std::string>& into) const {
     if (H5Tget_class(type) != H5T_STRING) fail_at(file.path, "the attribute '", name, "' is not a string");
-    into = file.read_strings(type, space, name, H5P_DEFAULT, [this](hid_t memory_type, void* memory) {
+    into = file.read_strings(id, type, space, name, [this](hid_t memory_type, void* memory) {
       return H5Aread(id, memory_type, memory);
     });
   }
@@ -122,7 +123,7 @@ struct Element<std::vector<T>> {
 }  // namespace
 
 std::vector<std::string> Hdf5File::State::read_strings(
-    hid_t type, hid_t space, const std::string& name, hid_t options,
+    hid_t object, hid_t type, hid_t space, const std::string& name,
     const std::function<herr_t(hid_t, void*)>& read) const {
   const auto read_into = [&](hid_t memory_type, void* into) {
     if (read(memory_type, into) < 0) fail_at(path, "cannot read '", name, "': ", reason());
@@ -130,20 +131,22 @@ std::vector<std::string> Hdf5File::State::read_strings(
   if (H5Tget_class(type) != H5T_STRING) fail_at(path, "'", name, "' is not text, but ", name_of(type));
   const int64_t count = shape_of(space, name).numel();
   const bool is_variable = H5Tis_variable_str(type) > 0;
-  const size_t length = is_variable ? sizeof(char*) : H5Tget_size(type);
+  const size_t length = is_variable ? 1 : H5Tget_size(type);
+  const auto fail_too_large = [&] { fail_at(path, "'", name, "' is too large to read: ", count, " texts"); };
   if (length == 0 || count > most_bytes / static_cast<int64_t>(std::min<size_t>(length, most_bytes)))
-    fail_at(path, "'", name, "' is too large to read: ", count, " texts of ", length, " bytes");
+    fail_too_large();
   std::vector<std::string> result(static_cast<size_t>(count));
   if (count == 0) return result;
   if (is_variable) {
-    std::vector<char*> texts(result.size(), nullptr);
-    // A type of ours: of the file's own only the kind of string is taken.
-    const Id memory_type{H5Tcopy(H5T_C_S1), H5Tclose};
-    H5Tset_size(memory_type, H5T_VARIABLE);
-    H5Tset_cset(memory_type, H5Tget_cset(type));
-    read_into(memory_type, texts.data());
-    for (size_t i = 0; i < texts.size(); ++i) result[i] = texts[i] ? texts[i] : "";
-    H5Dvlen_reclaim(memory_type, space, options, texts.data());
+    Lists lists(object, path, name);
+    std::vector<char> references(result.size() * lists.reference_bytes());
+    read_into(lists.reference_type(), references.data());
+    size_t total = 0;
+    for (size_t i = 0; i < result.size(); ++i) {
+      const std::string_view text = lists.find(references.data() + i * lists.reference_bytes(), 1);
+      if ((total += text.size()) > most_bytes) fail_too_large();
+      result[i] = text.substr(0, text.find('\0'));
+    }
     return result;
   }
   const H5T_str_t padding = H5Tget_strpad(type);

@@ -3,7 +3,6 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <map>
 #include <numeric>
 #include <sstream>
@@ -20,40 +19,6 @@ namespace {
 constexpr int64_t most_chunk_bytes = int64_t{1} << 30;
 constexpr int64_t most_packing = 1100;  // deflate, which packs most, reaches 1032
 constexpr int64_t small_cache = int64_t{64} << 20, large_cache = int64_t{512} << 20;
-
-// Memory for lists of any length, up to a limit; it goes as a whole, whatever the library forgets.
-class Arena {
- public:
-  explicit Arena(size_t limit) : left_(limit) {}
-  ~Arena() {
-    for (void* block : blocks_) std::free(block);
-  }
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
-
-  Id options() {
-    Id result = plist(H5P_DATASET_XFER);
-    const auto allocate = [](size_t size, void* self) { return static_cast<Arena*>(self)->allocate(size); };
-    H5Pset_vlen_mem_manager(
-        result, allocate, this, [](void*, void*) {}, nullptr);
-    return result;
-  }
-  bool exceeded() const { return exceeded_; }
-
- private:
-  void* allocate(size_t size) {
-    exceeded_ = exceeded_ || size > left_;
-    if (exceeded_) return nullptr;
-    left_ -= size;
-    void* block = std::malloc(std::max<size_t>(size, 1));
-    if (block) blocks_.push_back(block);
-    return block;
-  }
-
-  size_t left_;
-  bool exceeded_ = false;
-  std::vector<void*> blocks_;
-};
 
 int64_t file_bytes(const std::string& path) {
   struct stat status;
@@ -107,7 +72,7 @@ std::optional<Id> leaf_type(hid_t type, Leaf& leaf) {
 using Request = std::pair<std::vector<std::string>, Leaf*>;  // the rest of a path, and whose it is
 
 // The type in memory of a record that holds only what is requested, without gaps.
-Id record_type(hid_t type, const std::vector<Request>& requests, const std::string& where) {
+Id record_type(hid_t type, const std::vector<Request>& requests, const Hdf5Dataset::State& of) {
   std::vector<std::string> order;
   std::map<std::string, std::vector<Request>> groups;
   for (const auto& [path, leaf] : requests) {
@@ -120,17 +85,17 @@ Id record_type(hid_t type, const std::vector<Request>& requests, const std::stri
     const auto& group = groups[part];
     const int index = is_compound(type) ? H5Tget_member_index(type, part.c_str()) : -1;
     if (index < 0)
-      fail(Error::Kind::File, "[hdf5] ", where, " has records without '", group[0].second->path,
-           "', but: ", name_of(type));
+      fail_at(of.file->path, "'", of.name, "' has records without '", group[0].second->path,
+              "', but: ", name_of(type));
     const Id member = member_type(type, index);
     if (group[0].first.empty()) {
       auto found = leaf_type(member, *group[0].second);
       if (!found)
-        fail(Error::Kind::File, "[hdf5] ", where, ": '", group[0].second->path, "' of its records is ",
-             name_of(member), ", no number");
+        fail_at(of.file->path, "'", of.name, "' has '", group[0].second->path, "' of its records as ",
+                name_of(member), ", no number");
       types.push_back(std::move(*found));
     } else {
-      types.push_back(record_type(member, group, where));
+      types.push_back(record_type(member, group, of));
     }
     for (const auto& request : group) request.second->offset += size;
     size += H5Tget_size(types.back());
@@ -141,6 +106,35 @@ Id record_type(hid_t type, const std::vector<Request>& requests, const std::stri
     H5Tinsert(result, order[i].c_str(), size, types[i]);
     size += H5Tget_size(types[i]);
   }
+  return result;
+}
+
+// Where a reference to a list lies in an element in memory, and the bytes of an item; 0: lists of lists.
+struct Reference {
+  size_t offset, item_bytes;
+};
+
+// A type in memory of the file's, in which lists are references that the library does not follow.
+Id unfollowed_type(hid_t type, const Lists& lists, size_t offset, std::vector<Reference>& references) {
+  const H5T_class_t kind = H5Tget_class(type);
+  if (kind == H5T_VLEN || H5Tis_variable_str(type) > 0) {
+    const Id item{kind == H5T_VLEN ? H5Tget_super(type) : H5Tcopy(H5T_C_S1), H5Tclose};
+    const bool is_nested = H5Tdetect_class(item, H5T_VLEN) > 0 || H5Tdetect_class(item, H5T_STRING) > 0;
+    references.push_back({offset, kind == H5T_VLEN && is_nested ? 0 : H5Tget_size(item)});
+    return lists.reference_type();
+  }
+  if (!is_compound(type)) return {H5Tget_native_type(type, H5T_DIR_ASCEND), H5Tclose};
+  std::vector<Id> members;
+  size_t size = 0;
+  for (int i = 0; i < H5Tget_nmembers(type); ++i) {
+    members.push_back(unfollowed_type(member_type(type, i), lists, offset + size, references));
+    if (members.back() < 0) return {};
+    size += H5Tget_size(members.back());
+  }
+  Id result{H5Tcreate(H5T_COMPOUND, std::max<size_t>(1, size)), H5Tclose};
+  size = 0;
+  for (size_t i = 0; i < members.size(); size += H5Tget_size(members[i++]))
+    H5Tinsert(result, member_name(type, static_cast<int>(i)).c_str(), size, members[i]);
   return result;
 }
 
@@ -159,8 +153,7 @@ void list_members(hid_t type, const std::string& prefix, int depth, std::vector<
 
 }  // namespace
 
-// ------------------------------------------------------------------------------------------------------- the
-// handle
+// ---------------------------------------------------------------------------------------------- the handle
 
 Hdf5Dataset::State::State(std::shared_ptr<Hdf5File::State> of, std::string named, int64_t cache)
     : file(std::move(of)), name(std::move(named)), cache_bytes(cache) {
@@ -302,8 +295,7 @@ void Hdf5Dataset::State::read(void* into, hid_t memory_type, const Shape& first,
   fail_at(file->path, "cannot read '", name, "' at ", first, ": ", why);
 }
 
-// --------------------------------------------------------------------------------------------------- what
-// users call
+// ---------------------------------------------------------------------------------------- what users call
 
 const Hdf5Info& Hdf5Dataset::info() const { return state_->info; }
 const std::string& Hdf5Dataset::name() const { return state_->name; }
@@ -325,6 +317,7 @@ void Hdf5Dataset::read_into(Tensor& into, const Shape& first, const Shape& count
   const Library library;
   const Hdf5Info& info = state_->info;
   const bool is_complex = info.kind == Hdf5Info::Kind::complex;
+  check(into.defined(), Error::Kind::Value, "[hdf5] the tensor to read into is undefined");
   const DType dtype = into.dtype();
   if (!is_complex && info.kind != Hdf5Info::Kind::number)
     fail_at(state_->file->path, "'", state_->name,
@@ -332,8 +325,10 @@ void Hdf5Dataset::read_into(Tensor& into, const Shape& first, const Shape& count
   check(dtype == f32 || dtype == f64 || dtype == info.dtype, Error::Kind::DType, "[hdf5] '", state_->name,
         "' reads as f32, f64 or ", info.dtype, ", not as ", dtype);
   state_->check_inside(first, count, step);
-  check(into.is_contiguous() && into.device() == cpu && into.numel() == count.numel() * (is_complex ? 2 : 1),
-        Error::Kind::Shape, "[hdf5] a box of ", count, " does not fit into ", into.shape());
+  check(into.numel() == count.numel() * (is_complex ? 2 : 1), Error::Kind::Shape, "[hdf5] a box of ", count,
+        is_complex ? " complex numbers" : "", " does not fit into ", into.shape());
+  check(into.is_contiguous() && into.device() == cpu, Error::Kind::Value,
+        "[hdf5] expected a contiguous tensor on the CPU to read into");
   if (into.numel() == 0) return;
 
   Id type = type_of(dtype);
@@ -378,7 +373,7 @@ std::vector<Tensor> Hdf5Dataset::read_members(const std::vector<std::string>& me
     leaves[i].path = members[i];
     requests.emplace_back(split(members[i]), &leaves[i]);
   }
-  const Id type = record_type(file_type, requests, state_->file->path + ": '" + state_->name + "'");
+  const Id type = record_type(file_type, requests, *state_);
   const size_t size = H5Tget_size(type);
   std::vector<Tensor> result;
   for (const Leaf& leaf : leaves)
@@ -401,72 +396,62 @@ std::vector<Tensor> Hdf5Dataset::read_members(const std::vector<std::string>& me
   return result;
 }
 
-Hdf5Dataset::Ragged Hdf5Dataset::read_ragged(const std::string& member, int64_t first, int64_t count,
-                                             int64_t limit) const {
+std::vector<float> Hdf5Dataset::read_lists(const std::string& member, int64_t first,
+                                           const std::vector<int64_t>& lengths) const {
   const Library library;
   const auto fail_here = [&](const auto&... parts) {
     fail_at(state_->file->path, "'", state_->name, "' ", parts...);
   };
+  const auto count = static_cast<int64_t>(lengths.size());
   state_->check_inside({first}, {count}, {});
+  state_->check_readable();
   const Id file_type{H5Dget_type(state_->id()), H5Tclose};
   const int index = is_compound(file_type) ? H5Tget_member_index(file_type, member.c_str()) : -1;
   if (index < 0) fail_here("has records without '", member, "', but: ", state_->info.type);
-  const Id member_file_type = member_type(file_type, index);
+  const Id list = member_type(file_type, index);
+  const Id item{H5Tget_class(list) == H5T_VLEN ? H5Tget_super(list) : -1, H5Tclose};
   DType dtype = f32;
-  if (H5Tget_class(member_file_type) != H5T_VLEN ||
-      !find_dtype(Id{H5Tget_super(member_file_type), H5Tclose}, dtype))
-    fail_here("has '", member, "' of its records as ", name_of(member_file_type),
-              ", not as lists of numbers");
-  Ragged result;
+  if (item < 0 || !find_dtype(item, dtype))
+    fail_here("has '", member, "' of its records as ", name_of(list), ", not as lists of numbers");
+  std::vector<float> result;
   if (count == 0) return result;
-  const auto fail_limit = [&](int64_t record) {
-    fail_here("holds more in '", member, "' of its records from ", record, " than the ", limit,
-              " numbers announced");
-  };
-  state_->check_readable();
-  const Id item{H5Tget_super(member_file_type), H5Tclose};
-  if (auto lists =
-          H5Tequal(item, H5T_NATIVE_FLOAT) > 0 ? Lists::of(*state_, H5Tget_size(file_type)) : std::nullopt) {
-    const size_t offset = H5Tget_member_offset(file_type, static_cast<unsigned>(index));
-    for (int64_t i = first; i < first + count; ++i) {
-      const std::string_view bytes = lists->find(i, offset, sizeof(float));
-      const size_t items = bytes.size() / sizeof(float), before = result.values.size();
-      if (items > static_cast<size_t>(limit) - before) fail_limit(first);
-      result.values.resize(before + items);
-      std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(result.values.data() + before));
-      result.lengths.push_back(static_cast<int64_t>(items));
+  Lists lists(state_->id(), state_->file->path, state_->name);
+  const size_t item_bytes = H5Tget_size(item), reference_bytes = lists.reference_bytes();
+  const bool is_float = H5Tequal(item, H5T_NATIVE_FLOAT) > 0;
+  const Id type{H5Tcreate(H5T_COMPOUND, reference_bytes), H5Tclose};
+  H5Tinsert(type, member.c_str(), 0, lists.reference_type());
+  std::vector<char> references(lengths.size() * reference_bytes), converted;
+  state_->read(references.data(), type, {first}, {count}, {}, H5P_DEFAULT);
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    const char* reference = references.data() + i * reference_bytes;
+    if (const int64_t items = lists.length(reference); items != lengths[i])
+      fail_here("must have ", lengths[i], " numbers in '", member, "' of record ",
+                first + static_cast<int64_t>(i), ", got ", items);
+    std::string_view bytes = lists.find(reference, item_bytes);
+    const size_t items = bytes.size() / item_bytes, before = result.size();
+    if (!is_float) {
+      converted.assign(bytes.begin(), bytes.end());
+      converted.resize(items * std::max(item_bytes, sizeof(float)));
+      if (H5Tconvert(item, H5T_NATIVE_FLOAT, items, converted.data(), nullptr, H5P_DEFAULT) < 0)
+        fail_here("cannot be read as floats: ", reason());
+      bytes = {converted.data(), items * sizeof(float)};
     }
-    return result;
-  }
-  const Id list{H5Tvlen_create(H5T_NATIVE_FLOAT), H5Tclose},
-      type{H5Tcreate(H5T_COMPOUND, sizeof(hvl_t)), H5Tclose};
-  H5Tinsert(type, member.c_str(), 0, list);
-  std::vector<hvl_t> lists(static_cast<size_t>(count), hvl_t{0, nullptr});
-  Arena arena(static_cast<size_t>(limit) * sizeof(float));
-  try {
-    state_->read(lists.data(), type, {first}, {count}, {}, arena.options());
-  } catch (const Error&) {
-    if (!arena.exceeded()) throw;
-    fail_here("holds more in '", member, "' of its records from ", first, " than the ", limit,
-              " numbers announced");
-  }
-  for (const hvl_t& entry : lists) {
-    const auto* values = static_cast<const float*>(entry.p);
-    result.values.insert(result.values.end(), values, values + entry.len);
-    result.lengths.push_back(static_cast<int64_t>(entry.len));
+    result.resize(before + items);
+    std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(result.data() + before));
   }
   return result;
 }
 
 void Hdf5Dataset::verify() const {
   constexpr int64_t piece_bytes = int64_t{32} << 20;
-  constexpr size_t most_list_bytes = size_t{1} << 30;
   const Library library;
   const Hdf5Info& info = state_->info;
   if (info.empty) return;
   state_->check_readable();
   const Id file_type{H5Dget_type(state_->id()), H5Tclose};
-  const Id type{H5Tget_native_type(file_type, H5T_DIR_ASCEND), H5Tclose};
+  Lists lists(state_->id(), state_->file->path, state_->name);
+  std::vector<Reference> references;
+  const Id type = unfollowed_type(file_type, lists, 0, references);
   if (type < 0) fail_at(state_->file->path, "'", state_->name, "' has an unusable type: ", reason());
   const int64_t element = static_cast<int64_t>(H5Tget_size(type));
   // Whole chunks, as many as a piece holds; the last axes are covered first.
@@ -484,8 +469,10 @@ void Hdf5Dataset::verify() const {
   for (;;) {
     for (int axis = 0; axis < axes; ++axis)
       count[axis] = std::min(piece[axis], info.shape[axis] - first[axis]);
-    Arena arena(most_list_bytes);
-    state_->read(buffer.data(), type, first, count, {}, arena.options());
+    state_->read(buffer.data(), type, first, count, {}, H5P_DEFAULT);
+    for (int64_t i = 0; !references.empty() && i < count.numel(); ++i)
+      for (const auto& [offset, item_bytes] : references)
+        lists.find(buffer.data() + static_cast<size_t>(i * element) + offset, item_bytes);
     int axis = axes - 1;
     while (axis >= 0 && (first[axis] += piece[axis]) >= info.shape[axis]) first[axis--] = 0;
     if (axis < 0) return;
@@ -528,21 +515,13 @@ Tensor Hdf5File::read_box(const std::string& name, const Shape& first, const Sha
 }
 
 std::string Hdf5File::read_text(const std::string& name) const {
-  constexpr size_t most_bytes = size_t{64} << 20;
   const Hdf5Dataset dataset = open_dataset(name);
   const Library library;
   auto& state = *dataset.state_;
   state.check_readable();
   const Id type{H5Dget_type(state.id()), H5Tclose}, space{H5Dget_space(state.id()), H5Sclose};
-  if (H5Tis_variable_str(type) > 0 && state.info.shape.numel() == 1)
-    if (auto lists = Lists::of(state, Lists::reference_bytes)) {
-      const std::string_view text = lists->find(0, 0, 1);
-      return std::string(text.substr(0, text.find('\0')));
-    }
-  Arena arena(most_bytes);
-  const Id options = arena.options();
-  const auto texts = state_->read_strings(type, space, name, options, [&](hid_t memory_type, void* into) {
-    return H5Dread(state.handle, memory_type, H5S_ALL, H5S_ALL, options, into);
+  const auto texts = state_->read_strings(state.id(), type, space, name, [&](hid_t memory_type, void* into) {
+    return H5Dread(state.handle, memory_type, H5S_ALL, H5S_ALL, H5P_DEFAULT, into);
   });
   if (texts.size() != 1) fail_at(path(), "'", name, "' must be one text, got ", texts.size());
   return texts[0];

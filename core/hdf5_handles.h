@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <sstream>
 #include <string>
 #include <utility>
 
@@ -37,7 +38,9 @@ std::string reason();
 
 template <class... Parts>
 [[noreturn]] void fail_at(const std::string& path, const Parts&... parts) {
-  fail(Error::Kind::File, "[hdf5] ", path, ": ", parts...);
+  std::ostringstream text;
+  (text << ... << parts);
+  fail(Error::Kind::File, "[hdf5] ", path, ": ", printable(text.str()));
 }
 
 /// A handle of the library, closed with the function that fits it.
@@ -112,9 +115,8 @@ struct Hdf5File::State {
   h5::Id create_dataset(const std::string& name, const Shape& shape, DType dtype);
   /// The sizes of an attribute's or a dataset's axes.
   Shape shape_of(hid_t space, const std::string& name) const;
-  /// The text of an attribute or a dataset, in row-major order. `read` fills memory of a type;
-  /// `options` say who frees it.
-  std::vector<std::string> read_strings(hid_t type, hid_t space, const std::string& name, hid_t options,
+  /// The text of an attribute or a dataset, `object`, in row-major order. `read` fills memory of a type.
+  std::vector<std::string> read_strings(hid_t object, hid_t type, hid_t space, const std::string& name,
                                         const std::function<herr_t(hid_t type, void* into)>& read) const;
 };
 

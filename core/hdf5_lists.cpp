@@ -5,7 +5,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
+#include <utility>
 
 namespace torus::h5 {
 
@@ -18,7 +20,28 @@ uint64_t number(const char* bytes, size_t count) {
   return value;
 }
 
+constexpr char reference_tag[] = "a reference to a list, not followed";
+
+// A conversion of the library from text of variable length and lists to the bytes of their references, which
+// are what it has read.
+herr_t keep_reference(hid_t from, hid_t to, H5T_cdata_t* data, size_t, size_t, size_t, void*, void*, hid_t) {
+  if (data->command != H5T_CONV_INIT) return 0;
+  data->need_bkg = H5T_BKG_NO;
+  char* tag = H5Tget_tag(to);
+  const bool is_ours = tag && std::strcmp(tag, reference_tag) == 0 &&
+                       (H5Tget_class(from) == H5T_VLEN || H5Tis_variable_str(from) > 0);
+  if (tag) H5free_memory(tag);
+  return is_ours ? 0 : -1;
+}
+
 }  // namespace
+
+void register_references() {
+  const Id list{H5Tvlen_create(H5T_NATIVE_FLOAT), H5Tclose}, text{H5Tcopy(H5T_C_S1), H5Tclose},
+      bytes{H5Tcreate(H5T_OPAQUE, 1), H5Tclose};
+  for (const hid_t from : {hid_t{list}, hid_t{text}})  // only their classes count
+    H5Tregister(H5T_PERS_SOFT, "reference to a list", from, bytes, keep_reference);
+}
 
 // A global heap collection (format specification III.E): a head, then objects of any size, padded to 8 bytes.
 struct Lists::Heap {
@@ -31,44 +54,35 @@ struct Lists::Heap {
   std::vector<Object> objects;  // sorted by index
 };
 
-std::optional<Lists> Lists::of(Hdf5Dataset::State& dataset, size_t element_bytes) {
-  const hid_t id = dataset.id();
-  const Id options{H5Dget_create_plist(id), H5Pclose};
-  const H5D_layout_t layout = H5Pget_layout(options);
-  const bool is_chunked = layout == H5D_CHUNKED && dataset.info.shape.dim() == 1;
-  if ((!is_chunked && layout != H5D_CONTIGUOUS) || !dataset.info.filters.empty() ||
-      H5Pget_external_count(options) > 0)
-    return std::nullopt;
-  Lists result(dataset, element_bytes);
-  const Id creation{H5Fget_create_plist(dataset.file->root()), H5Pclose};
+Lists::Lists(hid_t object, std::string path, std::string name)
+    : path_(std::move(path)), name_(std::move(name)) {
+  // The file that holds the object: of a file that is trusted, perhaps another one.
+  const Id holder{H5Iget_file_id(object), H5Fclose}, creation{H5Fget_create_plist(holder), H5Pclose};
   hsize_t base = 0;
-  size_t address_bytes = 0;
-  H5Pget_sizes(creation, &address_bytes, &result.length_bytes_);
+  H5Pget_sizes(creation, &address_bytes_, &length_bytes_);
   H5Pget_userblock(creation, &base);
-  result.base_ = base;
-  if (address_bytes != 8 || result.length_bytes_ != 8) return std::nullopt;
-  if (is_chunked) {
-    result.chunk_ = dataset.info.chunk[0];
-  } else {
-    result.elements_at_ = H5Dget_offset(id);
-    if (result.elements_at_ == HADDR_UNDEF ||
-        dataset.info.stored_bytes != dataset.info.shape.numel() * static_cast<int64_t>(element_bytes))
-      return std::nullopt;
-  }
-  const int file = ::open(dataset.file->path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (file < 0) fail_at(dataset.file->path, std::strerror(errno));
-  result.file_ = std::shared_ptr<const int>(new int(file), [](const int* held) {
+  base_ = base;
+  if (address_bytes_ == 0 || address_bytes_ > 8 || length_bytes_ == 0 || length_bytes_ > 8) fail_damaged();
+  std::string holder_path(static_cast<size_t>(std::max<ssize_t>(0, H5Fget_name(object, nullptr, 0))), '\0');
+  H5Fget_name(object, holder_path.data(), holder_path.size() + 1);
+  const int file = ::open(holder_path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) fail_at(path_, std::strerror(errno));
+  file_ = std::shared_ptr<const int>(new int(file), [](const int* held) {
     ::close(*held);
     delete held;
   });
   struct stat status;
-  if (::fstat(file, &status) == 0) result.file_bytes_ = static_cast<uint64_t>(status.st_size);
-  return result;
+  if (::fstat(file, &status) == 0) file_bytes_ = static_cast<uint64_t>(status.st_size);
+}
+
+Id Lists::reference_type() const {
+  Id type{H5Tcreate(H5T_OPAQUE, reference_bytes()), H5Tclose};
+  H5Tset_tag(type, reference_tag);
+  return type;
 }
 
 void Lists::fail_damaged() const {
-  fail_at(dataset_->file->path, "'", dataset_->name,
-          "' is damaged: a list of its elements does not lie in the file");
+  fail_at(path_, "'", name_, "' is damaged: a list of its elements does not lie in the file");
 }
 
 void Lists::read_at(uint64_t address, void* into, size_t bytes) {
@@ -82,30 +96,8 @@ void Lists::read_at(uint64_t address, void* into, size_t bytes) {
   }
 }
 
-const std::vector<char>& Lists::chunk_of(int64_t index) {
-  const int64_t first = chunk_ > 0 ? index / chunk_ * chunk_ : index;
-  if (chunk_first_ == first) return elements_;
-  chunk_first_ = -1;
-  elements_.assign(element_bytes_ * static_cast<size_t>(std::max<int64_t>(chunk_, 1)), 0);
-  if (chunk_ == 0) {
-    const uint64_t offset = static_cast<uint64_t>(index) * element_bytes_;
-    if (offset > file_bytes_) fail_damaged();
-    read_at(elements_at_ + offset, elements_.data(), element_bytes_);
-  } else {
-    const hsize_t at = static_cast<hsize_t>(first);
-    hsize_t stored = 0;
-    uint32_t skipped = 0;
-    if (H5Dget_chunk_storage_size(dataset_->id(), &at, &stored) < 0) fail_damaged();
-    if (stored != 0 && (stored != elements_.size() ||
-                        H5Dread_chunk(dataset_->id(), H5P_DEFAULT, &at, &skipped, elements_.data()) < 0))
-      fail_damaged();
-  }
-  chunk_first_ = first;
-  return elements_;
-}
-
 const Lists::Heap& Lists::heap_at(uint64_t address) {
-  constexpr size_t most_heaps = 8;
+  constexpr size_t most_kept = size_t{64} << 20;
   const auto known =
       std::find_if(heaps_.begin(), heaps_.end(), [&](const auto& heap) { return heap->address == address; });
   if (known != heaps_.end()) return **known;
@@ -131,23 +123,25 @@ const Lists::Heap& Lists::heap_at(uint64_t address) {
   }
   std::sort(heap->objects.begin(), heap->objects.end(),
             [](const auto& a, const auto& b) { return a.index < b.index; });
-  if (heaps_.size() == most_heaps) heaps_.erase(heaps_.begin());
+  size_t kept = heap->bytes.size();
+  for (const auto& other : heaps_) kept += other->bytes.size();
+  for (; kept > most_kept && !heaps_.empty(); heaps_.erase(heaps_.begin())) kept -= heaps_[0]->bytes.size();
   return *heaps_.emplace_back(std::move(heap));
 }
 
-std::string_view Lists::find(int64_t index, size_t offset, size_t item_bytes) {
-  // A reference: how many items, the address of the heap, and the number of the object in it.
-  const auto& elements = chunk_of(index);
-  const size_t at = offset + element_bytes_ * static_cast<size_t>(index - chunk_first_);
-  if (at + reference_bytes > elements.size()) fail_damaged();
-  const uint64_t items = number(elements.data() + at, 4);
+// A reference: how many items, the address of the heap, and the number of the object in it.
+int64_t Lists::length(const char* reference) { return static_cast<int64_t>(number(reference, 4)); }
+
+std::string_view Lists::find(const char* reference, size_t item_bytes) {
+  const uint64_t items = number(reference, 4);
   if (items == 0) return {};
-  const Heap& heap = heap_at(number(elements.data() + at + 4, 8));
-  const uint64_t wanted = number(elements.data() + at + 12, 4);
+  const Heap& heap = heap_at(number(reference + 4, address_bytes_));
+  const uint64_t wanted = number(reference + 4 + address_bytes_, 4);
   const auto found =
       std::lower_bound(heap.objects.begin(), heap.objects.end(), wanted,
                        [](const Heap::Object& object, uint64_t i) { return object.index < i; });
-  if (found == heap.objects.end() || found->index != wanted || found->bytes / item_bytes < items)
+  if (found == heap.objects.end() || found->index != wanted ||
+      found->bytes / std::max<size_t>(1, item_bytes) < items)
     fail_damaged();
   return {heap.bytes.data() + found->offset, static_cast<size_t>(items) * item_bytes};
 }

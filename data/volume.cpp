@@ -13,8 +13,7 @@ const char* name(VolumeLayout layout) {
   return names[static_cast<int>(layout)];
 }
 
-// ----------------------------------------------------------------------------------------------------------
-// volumes
+// --------------------------------------------------------------------------------------------------- volumes
 
 const VolumeInfo& Volume::info() const { return source_->info; }
 const std::string& Volume::path() const { return source_->file.path(); }
@@ -39,12 +38,15 @@ void Volume::read_into(Tensor& into, const Shape& first, const Shape& count, con
              (count[axis] == 0 ||
               (first[axis] < all[axis] && count[axis] - 1 <= (all[axis] - 1 - first[axis]) / by));
   }
-  check(inside, Error::Kind::Shape, "[volume] ", path(), ": '", info().dataset, "' has shape ", all,
-        "; no box of ", count, " begins at ", first, " in it");
+  check(inside, Error::Kind::Shape, "[volume] ", path(), ": '", printable(info().dataset), "' has shape ",
+        all, "; no box of ", count, " begins at ", first, " in it");
+  check(into.defined(), Error::Kind::Value, "[volume] the tensor to read into is undefined");
   check(into.dtype() == f32 || into.dtype() == f64, Error::Kind::DType, "[volume] reads f32 or f64, not ",
         into.dtype());
-  check(into.is_contiguous() && into.numel() == count.numel() * (info().is_complex ? 2 : 1),
-        Error::Kind::Shape, "[volume] a box of ", count, " does not fit into ", into.shape());
+  check(into.numel() == count.numel() * (info().is_complex ? 2 : 1), Error::Kind::Shape, "[volume] a box of ",
+        count, info().is_complex ? " complex numbers" : "", " does not fit into ", into.shape());
+  check(into.is_contiguous() && into.device() == cpu, Error::Kind::Value,
+        "[volume] expected a contiguous tensor on the CPU to read into");
   if (into.numel() > 0) source_->read(into, first, count, step);
 }
 
@@ -52,7 +54,8 @@ Tensor Volume::read(const Shape& first, const Shape& count, DType dtype, const S
   // Checked before memory is asked for: a box is no larger than the volume.
   for (int axis = 0; axis < std::min(count.dim(), shape().dim()); ++axis)
     check(count[axis] >= 0 && count[axis] <= shape()[axis], Error::Kind::Shape, "[volume] ", path(), ": '",
-          info().dataset, "' has shape ", shape(), "; no box of ", count, " begins at ", first, " in it");
+          printable(info().dataset), "' has shape ", shape(), "; no box of ", count, " begins at ", first,
+          " in it");
   Shape result_shape = count;
   if (info().is_complex) result_shape.push_back(2);
   Tensor result = Tensor::empty(result_shape, dtype);
@@ -92,8 +95,7 @@ std::array<double, 3> VolumeInfo::world(const std::vector<double>& index) const 
   return result;
 }
 
-// ---------------------------------------------------------------------------------------------- what layouts
-// share
+// -------------------------------------------------------------------------------------- what layouts share
 
 std::string to_text(double value) {
   char text[32];
@@ -161,7 +163,8 @@ void add_ismrmrd_fields(Volume::Source& source, const XmlElement& header, const 
       {"sequence", "sequenceParameters/sequence_type"}};
   for (const auto& [field, path] : known) source.add(field, header.at(path));
   if (!encoding) return;
-  source.add("trajectory", encoding->at("trajectory"));
+  source.info.trajectory = encoding->at("trajectory");
+  source.add("trajectory", source.info.trajectory);
   for (const char* space : {"encodedSpace", "reconSpace"}) {
     const auto triple = [&](const std::string& what) {
       const std::string start = std::string(space).append("/").append(what).append("/");
@@ -182,11 +185,11 @@ StoredVolume::StoredVolume(Hdf5File opened, const std::string& dataset, const Vo
   info.shape = info.stored.shape;
   info.is_complex = info.stored.kind == Hdf5Info::Kind::complex;
   const auto fail_here = [&](const auto&... parts) {
-    fail(Error::Kind::File, "[volume] ", file.path(), ": '", dataset, "' ", parts...);
+    fail(Error::Kind::File, "[volume] ", file.path(), ": '", printable(dataset), "' ", parts...);
   };
   if (info.stored.empty) fail_here("is empty");
   if (!info.is_complex && info.stored.kind != Hdf5Info::Kind::number)
-    fail_here("holds ", info.stored.type, ", no numbers");
+    fail_here("holds ", printable(info.stored.type), ", not numbers of up to 64 bits");
   if (info.is_complex && info.shape.dim() == Shape::max_axes)
     fail_here("has ", Shape::max_axes, " axes of complex numbers; a tensor has no room for their parts");
   for (int axis = 0; axis < info.shape.dim(); ++axis)
@@ -197,8 +200,7 @@ void StoredVolume::read(Tensor& into, const Shape& first, const Shape& count, co
   stored.read_into(into, first, count, step);
 }
 
-// ------------------------------------------------------------------------------------------------------
-// recognition
+// ----------------------------------------------------------------------------------------------- recognition
 
 namespace {
 
@@ -206,11 +208,13 @@ std::shared_ptr<const Volume::Source> open_stored(Hdf5File file, const std::stri
                                                   const VolumeOptions& options) {
   auto source = std::make_shared<StoredVolume>(std::move(file), dataset, options);
   source->info.description = "a dataset";
-  const auto labels = source->file.find_attribute(dataset, "DIMENSION_LABELS");
-  if (const auto* names = labels ? std::get_if<std::vector<std::string>>(&*labels) : nullptr;
-      names && names->size() == source->info.axes.size())
-    for (size_t axis = 0; axis < names->size(); ++axis)
-      if (!(*names)[axis].empty()) source->info.axes[axis].name = (*names)[axis];
+  if (const auto labels = source->file.find_attribute(dataset, "DIMENSION_LABELS")) {
+    std::vector<std::string> names;
+    if (const auto* one = std::get_if<std::string>(&*labels)) names = {*one};
+    if (const auto* all = std::get_if<std::vector<std::string>>(&*labels)) names = *all;
+    for (size_t axis = 0; names.size() == source->info.axes.size() && axis < names.size(); ++axis)
+      if (!names[axis].empty()) source->info.axes[axis].name = printable(names[axis]);
+  }
   for (const std::string& attribute : source->file.attributes(dataset))
     if (const auto value = source->file.find_attribute(dataset, attribute))
       source->add(attribute, to_text(*value));
@@ -239,27 +243,28 @@ std::string list_content(const Hdf5File& file, std::vector<std::string>& arrays)
       text.append(datasets > 1 ? ", " : "").append(entry.name).append(" (").append(what).append(")");
   }
   if (datasets > most) text += " and " + std::to_string(datasets - most) + " more";
-  return datasets == 0 ? "nothing" : text;
+  return datasets == 0 ? "nothing" : printable(text);
 }
 
 }  // namespace
 
+VolumeLayout layout_of(const Hdf5File& file) {
+  return is_minc2(file)                 ? VolumeLayout::minc2
+         : is_fastmri(file)             ? VolumeLayout::fastmri
+         : ismrmrd_groups(file).empty() ? VolumeLayout::dataset
+                                        : VolumeLayout::ismrmrd;
+}
+
 Volume open_volume(const std::string& path, const VolumeOptions& options) {
   Hdf5File file = Hdf5File::open(path, options.trust);
   if (!options.dataset.empty()) return Volume(open_stored(std::move(file), options.dataset, options));
-  const auto not_ismrmrd = [&](const char* what) {
-    check(options.group.empty(), Error::Kind::File, "[volume] ", path, ": this is a ", what,
-          " file, not ISMRMRD: it has no group '", options.group, "' of acquisitions");
-  };
-  if (is_minc2(file)) {
-    not_ismrmrd("MINC2");
-    return Volume(open_minc2(std::move(file), options));
-  }
-  if (is_fastmri(file)) {
-    not_ismrmrd("fastMRI");
-    return Volume(open_fastmri(std::move(file), options));
-  }
-  if (!options.group.empty() || !ismrmrd_groups(file).empty())
+  const VolumeLayout layout = layout_of(file);
+  check(options.group.empty() || layout == VolumeLayout::ismrmrd || layout == VolumeLayout::dataset,
+        Error::Kind::File, "[volume] ", path, ": this is a ", name(layout),
+        " file, not ISMRMRD: it has no group '", options.group, "' of acquisitions");
+  if (layout == VolumeLayout::minc2) return Volume(open_minc2(std::move(file), options));
+  if (layout == VolumeLayout::fastmri) return Volume(open_fastmri(std::move(file), options));
+  if (layout == VolumeLayout::ismrmrd || !options.group.empty())
     return Volume(open_ismrmrd(std::move(file), options));
   std::vector<std::string> arrays;
   const std::string content = list_content(file, arrays);

@@ -56,9 +56,9 @@ struct FastMri {
   std::optional<double> max, norm;  // of the target
   std::optional<int64_t> acceleration, num_low_frequencies;
   std::array<int64_t, 3> encoded = {}, recon = {};  // matrix sizes x, y, z; 0: not said
-  int64_t pad_left = 0,
-          pad_right = 0;  // columns of k-space before the first and from here on hold zeros; 0, 0: not said
-  Tensor mask;            // [width], f32: columns that were sampled; undefined in files to train on
+  /// Columns of k-space before the first and from the second on hold zeros; 0, 0: not said.
+  int64_t pad_left = 0, pad_right = 0;
+  Tensor mask;  // [width], f32: columns that were sampled; undefined in files to train on
 };
 
 /// What a file says before its volume is read.
@@ -73,6 +73,9 @@ struct VolumeInfo {
   /// What the header says, in words and numbers, in its order.
   std::vector<std::pair<std::string, std::string>> fields;
   std::optional<FastMri> fastmri;
+  /// Of k-space: "cartesian", "radial" or what else the header says; "unknown" where only the readouts have
+  /// one, and empty where nothing is said.
+  std::string trajectory;
 
   /// The world coordinates of an element, in the units of the axes, by those that have a direction; `index`
   /// has an entry an axis. Throws Error{Value} without such axes, or where one is irregular.
@@ -111,9 +114,12 @@ class Volume {
 };
 
 /// Recognises the layout of a file, and reads its header. Never writes, and needs no permission to. Throws
-/// Error{File}, one line, on what is no such file, or damaged, or too suspicious for `options.trust`.
+/// Error{File}, one printable line, on what is no such file, or damaged, or too suspicious for
+/// `options.trust`.
 Volume open_volume(const std::string& path, const VolumeOptions& options = {});
 
 const char* name(VolumeLayout layout);
+/// The layout of a file; `dataset` where it is none of the others.
+VolumeLayout layout_of(const Hdf5File& file);
 
 }  // namespace torus

@@ -3,18 +3,14 @@
 //
 // The volume is k-space, [counters that vary ..., coil, kz, ky, kx], zero where nothing was measured:
 //  * readouts with a flag of `leave_out`, of another encoding space, or without samples or channels are left
-//  out; all
-//    others must have as many channels;
-//  * counters are repetition, set, phase, contrast, average and slice; segment and user counters make no
-//  axis. Of two
-//    readouts in one place the later counts;
+//    out; all others must have as many channels;
+//  * counters are repetition, set, phase, contrast, average and slice; segment and user counters are not.
+//    Of two readouts in one place the later counts;
 //  * ky and kz are as in encodedSpace, the encodingLimits' center in the middle, where all readouts fit into
-//  that;
-//    otherwise they count from 0 to the largest step;
+//    that; otherwise they count from 0 to the largest step;
 //  * kx is as wide as the longest readout, or, where center_sample is not the middle (partial echoes), as
-//  encodedSpace
-//    or what it takes to have center_sample in the middle of all; a center_sample of 0 is not said. Along a
-//    trajectory readouts begin at 0;
+//    encodedSpace or what it takes to have center_sample in the middle of all; a center_sample of 0 is not
+//    said. Along a trajectory readouts begin at 0;
 //  * readouts marked as reversed (22) are turned around; center_sample counts after that.
 #include <algorithm>
 #include <bit>
@@ -124,23 +120,16 @@ struct Ismrmrd : Volume::Source {
       // Neighbouring records in one go.
       size_t end = begin;
       int64_t numbers = 0;
+      std::vector<int64_t> lengths;
       const int64_t from = lines[begin].readout->record;
       while (end < lines.size() && lines[end].readout->record - from < most_records &&
              (end == begin || lines[end].readout->record == lines[end - 1].readout->record + 1) &&
              numbers <= most_numbers)
-        numbers += 2 * channels * lines[end++].readout->samples;
-      const int64_t rows = lines[end - 1].readout->record - from + 1;
-      const auto data = records.read_ragged("data", from, rows, numbers);
-      size_t at = 0;
-      for (size_t i = begin; i < end; ++i) {
-        const Readout& readout = *lines[i].readout;
-        const int64_t length = data.lengths[i - begin];
-        check(length == 2 * channels * readout.samples, Error::Kind::File, "[volume] ", file.path(),
-              ": readout ", readout.record, " of '", info.dataset, "' must have ",
-              2 * channels * readout.samples, " numbers (2 x channels x samples), got ", length);
-        place_line(readout, data.values.data() + at, out + 2 * lines[i].out, first, count, step);
-        at += static_cast<size_t>(length);
-      }
+        numbers += lengths.emplace_back(2 * channels * lines[end++].readout->samples);
+      const std::vector<float> data = records.read_lists("data", from, lengths);
+      const float* values = data.data();
+      for (size_t i = begin; i < end; values += lengths[i++ - begin])
+        place_line(*lines[i].readout, values, out + 2 * lines[i].out, first, count, step);
       begin = end;
     }
   }
@@ -174,7 +163,7 @@ std::string pick_group(const Hdf5File& file, const std::vector<std::string>& gro
     list += (list.empty() ? "" : ", ") + group;
   }
   check(wanted.empty(), Error::Kind::File, "[volume] ", file.path(), ": no acquisitions in '", wanted,
-        "', but in: ", list.empty() ? "no group" : list);
+        "', but in: ", list.empty() ? "no group" : printable(list));
   return groups.back();
 }
 
@@ -223,7 +212,7 @@ std::shared_ptr<const Volume::Source> open_ismrmrd(Hdf5File opened, const Volume
     volume->add("acquisitions in the file", std::accumulate(groups.begin() + 1, groups.end(), groups[0],
                                                             [](auto a, auto& b) { return a + ", " + b; }));
   const auto fail_here = [&](const auto&... parts) {
-    fail(Error::Kind::File, "[volume] ", volume->file.path(), ": '", info.dataset, "' ", parts...);
+    fail(Error::Kind::File, "[volume] ", volume->file.path(), ": '", printable(info.dataset), "' ", parts...);
   };
 
   XmlElement xml;
@@ -365,6 +354,7 @@ std::shared_ptr<const Volume::Source> open_ismrmrd(Hdf5File opened, const Volume
     volume->add(flag == reversed_flag ? "turned around" : std::string("kept: ") + flag_name(flag),
                 std::to_string(count));
   if (trajectory > 0) volume->add("trajectory axes", std::to_string(trajectory));
+  if (trajectory > 0 && info.trajectory.empty()) info.trajectory = "unknown";
   info.description = "ISMRMRD, k-space of " + group;
   return volume;
 }

@@ -178,10 +178,10 @@ void find_axes(Minc& volume) {
         image_path, "' has ", info.axes.size(), " axes, but its dimorder names ", names.size());
   for (size_t i = 0; i < names.size(); ++i) {
     VolumeAxis& axis = info.axes[i];
-    axis.name = names[i];
-    const std::string path = "/minc-2.0/dimensions/" + axis.name;
+    axis.name = printable(names[i]);
+    const std::string path = "/minc-2.0/dimensions/" + names[i];
     if (axis.name.find('/') != std::string::npos || !volume.file.contains(path)) continue;
-    axis.unit = text(volume.file, path, "units");
+    axis.unit = printable(text(volume.file, path, "units"));
     axis.start = number(volume.file, path, "start").value_or(0);
     if (!text(volume.file, path, "spacing").starts_with("irregular"))
       axis.step = number(volume.file, path, "step").value_or(1);

@@ -71,6 +71,14 @@ class Foreign {
     H5Tclose(type);
   }
 
+  /// A text of variable length, as h5py writes them.
+  void variable_attribute(const std::string& object, const char* name, const std::string& text) {
+    const hid_t type = text_type(0);
+    const char* pointer = text.c_str();
+    attribute(object, name, type, type, {}, &pointer);
+    H5Tclose(type);
+  }
+
   static hid_t pair(const char* real, const char* imaginary, hid_t part) {
     const hid_t type = H5Tcreate(H5T_COMPOUND, 2 * H5Tget_size(part));
     H5Tinsert(type, real, 0, part);
