@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "torus/core/error.h"
+#include "torus/core/hdf5.h"
 #include "training.h"
 
 using Settings = std::map<std::string, std::string>;
@@ -69,10 +70,10 @@ int run_program(CLI::App& app, int argc, char** argv, const std::string& name, c
     return run();
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    std::cerr << name << ": " << error.what() << "\n";
+    std::cerr << name << ": " << torus::printable(error.what()) << "\n";
   } catch (const std::exception& error) {
     std::cout << std::flush;
-    std::cerr << name << ": " << error.what() << "\n";
+    std::cerr << name << ": " << torus::printable(error.what()) << "\n";
   }
   return 1;
 }

@@ -12,6 +12,31 @@
 
 #include "png.h"
 
+/// How pictures of volumes that know where they lie are turned.
+constexpr const char* radiological =
+    "radiological: the patient's right is on the left, anterior and superior are up";
+
+/// An image of other sizes, each pixel the mean of those that it covers.
+inline std::vector<double> resized(const std::vector<double>& image, int64_t rows, int64_t columns,
+                                   int64_t height, int64_t width) {
+  const auto covered = [](int64_t at, int64_t from, int64_t to) {  // of `from` elements, by one of `to`
+    const int64_t first = at * from / to;
+    return std::pair{first, std::max(first + 1, (at + 1) * from / to)};
+  };
+  std::vector<double> result;
+  for (int64_t y = 0; y < height; ++y)
+    for (int64_t x = 0; x < width; ++x) {
+      const auto [top, bottom] = covered(y, rows, height);
+      const auto [left, right] = covered(x, columns, width);
+      double sum = 0;
+      for (int64_t row = top; row < bottom; ++row)
+        for (int64_t column = left; column < right; ++column)
+          sum += image[static_cast<size_t>(row * columns + column)];
+      result.push_back(sum / static_cast<double>((bottom - top) * (right - left)));
+    }
+  return result;
+}
+
 using Color = std::array<unsigned char, 3>;
 
 /// Pixels of red, green and blue, at first all of one color. What lies outside is not drawn.

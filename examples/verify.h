@@ -14,63 +14,76 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <string>
 #include <vector>
 
 struct VerifyLimits {
-  int64_t memory = int64_t{4} << 30;  // bytes of address space
+  int64_t memory = int64_t{4} << 30;  // bytes that the child may take besides what this process has
   int64_t seconds = 600;              // for the whole file
 };
 
-namespace verify_detail {
+/// Tells the parent, from the child, of what is read: ">" and the name of a part before it is read, then "+",
+/// or
+/// "-" and what is wrong with it.
+class VerifyReport {
+ public:
+  explicit VerifyReport(int out) : out_(out) {}
 
-// In the child: each object from `skip` on, announced before it is read; "+" after it, or "-" and what is
-// wrong.
-inline void read_objects(const std::string& path, size_t skip, int out) {
-  const auto say = [out](char kind, std::string text) {
-    std::replace(text.begin(), text.end(), '\n', ' ');
-    text = kind + text + "\n";
-    for (size_t done = 0; done < text.size();) {
-      const ssize_t count = ::write(out, text.data() + done, text.size() - done);
-      if (count <= 0) _exit(1);
-      done += static_cast<size_t>(count);
-    }
-  };
-  const auto attempt = [&](const auto& act) {
+  /// Reads a part; false if it cannot be read.
+  template <class Act>
+  bool part(const std::string& name, const Act& act) const {
+    say('>', name);
     try {
       act();
       say('+', "");
       return true;
     } catch (const std::bad_alloc&) {
-      say('-', "[verify] " + path + ": it takes more memory than the limit");
+      say('-', "'" + name + "' takes more memory than --memory allows");
     } catch (const std::exception& error) {
       say('-', error.what());
     }
     return false;
-  };
+  }
+
+ private:
+  void say(char kind, const std::string& text) const {
+    const std::string line = kind + torus::printable(text) + "\n";
+    for (size_t done = 0; done < line.size();) {
+      const ssize_t count = ::write(out_, line.data() + done, line.size() - done);
+      if (count <= 0) _exit(1);
+      done += static_cast<size_t>(count);
+    }
+  }
+  int out_;
+};
+
+/// The parts of a file of HDF5 from `skip` on: its objects, and the header of its volume if it has a layout
+/// that is known.
+inline void read_parts(const std::string& path, const torus::VolumeOptions& options, size_t skip,
+                       const VerifyReport& report) {
   std::vector<torus::Hdf5File::Entry> entries;
-  say('>', "the list of objects");
-  if (!attempt([&] {
-        const auto file = torus::Hdf5File::open(path);
+  auto layout = torus::VolumeLayout::dataset;
+  if (!report.part("the list of objects", [&] {
+        const auto file = torus::Hdf5File::open(path, options.trust);
         entries = file.walk();
+        layout = torus::layout_of(file);
       }))
     return;
+  entries.insert(entries.begin(), {"/", true});
   size_t at = 0;
   for (const auto& entry : entries) {
     if (at++ < skip) continue;
-    say('>', entry.name);
-    attempt([&] {
-      const auto file = torus::Hdf5File::open(path);
+    report.part(entry.name, [&] {
+      const auto file = torus::Hdf5File::open(path, options.trust);
       for (const std::string& attribute : file.attributes(entry.name))
         file.find_attribute(entry.name, attribute);
       if (!entry.is_group) file.open_dataset(entry.name).verify();
     });
   }
-  // Last, what open_volume makes of it; that it is no volume is no fault.
-  if (at++ < skip) return;
-  say('>', "the header of the volume");
-  attempt([&] {
-    const auto volume = torus::open_volume(path);
+  if (at++ < skip || layout == torus::VolumeLayout::dataset) return;
+  report.part("the header of the volume", [&] {
+    const auto volume = torus::open_volume(path, options);
     const torus::Shape& shape = volume.shape();
     torus::Shape first = shape, count = shape;
     for (int axis = 0; axis < shape.dim(); ++axis) {
@@ -81,12 +94,21 @@ inline void read_objects(const std::string& path, size_t skip, int out) {
   });
 }
 
-}  // namespace verify_detail
+/// Bytes of address space that this process has.
+inline int64_t mapped_bytes() {
+  std::ifstream file("/proc/self/statm");
+  int64_t pages = 0;
+  file >> pages;
+  return pages * ::sysconf(_SC_PAGESIZE);
+}
 
-/// Prints a line for each object that cannot be read, and returns how many there are.
-inline int64_t verify_file(const std::string& path, const VerifyLimits& limits) {
+/// Calls read(skip, report) in children with limits until one gets to the end: where a part ends the child,
+/// the next begins after it. Prints a line for each part that cannot be read, and returns how many there are.
+template <class Read>
+int64_t verify_parts(const std::string& path, const VerifyLimits& limits, const Read& read) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::seconds(limits.seconds);
+  const std::string shown = torus::printable(path);
   int64_t faults = 0, good = 0;
   for (size_t skip = 0;;) {
     int ends[2];
@@ -96,16 +118,17 @@ inline int64_t verify_file(const std::string& path, const VerifyLimits& limits) 
     torus::check(child >= 0, torus::Error::Kind::File, "[verify] cannot fork: ", std::strerror(errno));
     if (child == 0) {
       ::close(ends[0]);
-      const rlimit memory{static_cast<rlim_t>(limits.memory), static_cast<rlim_t>(limits.memory)}, core{0, 0};
+      const auto bytes = static_cast<rlim_t>(mapped_bytes() + limits.memory);
+      const rlimit memory{bytes, bytes}, core{0, 0};
       setrlimit(RLIMIT_AS, &memory);
       setrlimit(RLIMIT_CORE, &core);
       const int nowhere = ::open("/dev/null", O_WRONLY);
       ::dup2(nowhere, STDERR_FILENO);  // what an allocator says before it aborts
-      verify_detail::read_objects(path, skip, ends[1]);
+      read(skip, VerifyReport(ends[1]));
       _exit(0);
     }
     ::close(ends[1]);
-    std::string pending, object, last_object;
+    std::string pending, object;
     bool in_object = false, out_of_time = false, listed = false;
     for (;;) {
       const auto left =
@@ -137,7 +160,8 @@ inline int64_t verify_file(const std::string& path, const VerifyLimits& limits) 
           ++good;
         } else {
           ++faults;
-          std::printf("%s\n", text.c_str());
+          std::printf("%s%s\n", text.starts_with('[') ? "" : ("[verify] " + shown + ": ").c_str(),
+                      text.c_str());
         }
       }
     }
@@ -147,16 +171,25 @@ inline int64_t verify_file(const std::string& path, const VerifyLimits& limits) 
     if (WIFEXITED(status) && WEXITSTATUS(status) == 0 && !in_object) break;
     ++faults;
     if (out_of_time) {
-      std::printf("[verify] %s: '%s' was not read within %lld s\n", path.c_str(), object.c_str(),
+      std::printf("[verify] %s: '%s' was not read within %lld s\n", shown.c_str(), object.c_str(),
                   static_cast<long long>(limits.seconds));
       break;
     }
-    std::printf("[verify] %s: '%s' crashes the HDF5 library (%s)\n", path.c_str(), object.c_str(),
-                WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "it ended the process");
+    std::printf(
+        "[verify] %s: '%s' crashes the HDF5 library, or takes more memory than --memory allows (%s)\n",
+        shown.c_str(), object.c_str(),
+        WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "it ended the process");
     if (!listed) break;  // not even the list can be had
     ++skip;
   }
   if (faults == 0)
-    std::printf("%s: all of %lld parts can be read\n", path.c_str(), static_cast<long long>(good));
+    std::printf("%s: all of %lld parts can be read\n", shown.c_str(), static_cast<long long>(good));
   return faults;
+}
+
+inline int64_t verify_file(const std::string& path, const torus::VolumeOptions& options,
+                           const VerifyLimits& limits) {
+  return verify_parts(path, limits, [&](size_t skip, const VerifyReport& report) {
+    read_parts(path, options, skip, report);
+  });
 }

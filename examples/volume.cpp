@@ -3,9 +3,10 @@
 #include <cmath>
 #include <iostream>
 
-#include "png.h"
+#include "picture.h"
 #include "torus/torus.h"
 #include "verify.h"
+#include "volume_flags.h"
 
 using namespace torus;
 
@@ -20,19 +21,16 @@ std::string in_bytes(double bytes) {
   return text;
 }
 
-// Headers come from strangers: one line, no control characters, not too long.
+// Headers come from strangers: one line, not too long.
 std::string shown(const std::string& text) {
   constexpr size_t most = 160;
-  std::string result;
-  for (const char c : text.substr(0, most))
-    result += static_cast<unsigned char>(c) < 32 || c == 127 ? ' ' : c;
-  return text.size() > most ? result + " ..." : result;
+  return printable(text.size() > most ? text.substr(0, most) + " ..." : text);
 }
 
 void print_info(const Volume& volume) {
   const VolumeInfo& info = volume.info();
   const auto line = [](const char* title, const std::string& text) {
-    std::printf("%-12s %s\n", title, shown(text).c_str());
+    std::printf("%-12s %s\n", shown(title).c_str(), shown(text).c_str());
   };
   std::ostringstream shape;
   shape << info.shape << (info.is_complex ? " complex:" : ":");
@@ -91,8 +89,7 @@ void print_info(const Volume& volume) {
     std::printf("  %s: %s\n", shown(field).c_str(), shown(value).c_str());
 }
 
-// ---------------------------------------------------------------------------------------------------------
-// pictures
+// -------------------------------------------------------------------------------------------------- pictures
 
 struct Image {
   int64_t height = 0, width = 0;
@@ -200,14 +197,12 @@ class Pictures {
       left += image.width + gap;
     }
     write_png(path, pixels, static_cast<int>(width), static_cast<int>(height));
-    std::printf(
-        "wrote %s: %lld x %lld, %s%s, white is %g\n", path.c_str(), static_cast<long long>(width),
-        static_cast<long long>(height),
-        is_kspace_                  ? "logarithm of k-space"
-        : volume_.info().is_complex ? "magnitude"
-                                    : "values",
-        is_world_ ? ", radiological: the patient's right is on the left, anterior and superior are up" : "",
-        high);
+    std::printf("wrote %s: %lld x %lld, %s%s, white is %g\n", printable(path).c_str(),
+                static_cast<long long>(width), static_cast<long long>(height),
+                is_kspace_                  ? "logarithm of k-space"
+                : volume_.info().is_complex ? "magnitude"
+                                            : "values",
+                is_world_ ? (std::string(", ") + radiological).c_str() : "", high);
   }
 
  private:
@@ -278,8 +273,7 @@ class Pictures {
   bool is_world_ = false, is_kspace_ = false;
 };
 
-// -----------------------------------------------------------------------------------------------------------
-// export
+// ---------------------------------------------------------------------------------------------------- export
 
 // Writes "volume" and what its header says, in pieces of about 64 MiB.
 void export_volume(const Volume& volume, const std::string& path, DType dtype) {
@@ -327,7 +321,7 @@ void export_volume(const Volume& volume, const std::string& path, DType dtype) {
       file.set_attribute("volume", "header: " + field, value.substr(0, 4096));
     file.close();
   });
-  std::printf("wrote %s: 'volume', %s\n", path.c_str(), name(dtype));
+  std::printf("wrote %s: 'volume', %s\n", printable(path).c_str(), name(dtype));
 }
 
 int run(int argc, char** argv) {
@@ -339,26 +333,25 @@ int run(int argc, char** argv) {
       "  volume brain.mnc --slice yspace=90 --png slice.png\n"
       "  volume scan.h5 --dataset /dataset/image_0/data --export image.h5\n"
       "  volume stranger.h5 --verify"};
-  std::string path, dataset, group, png, exported, dtype = "f32";
+  std::string path, png, exported, dtype = "f32";
   std::vector<std::string> slices;
-  std::vector<int> leave_out;
-  bool raw = false, verify = false, trust = false;
+  VolumeFlags reading;
+  bool verify = false;
   int64_t memory = 4096, seconds = 600;
   app.add_option("FILE", path, "the file")->required();
-  app.add_option("--dataset", dataset, "the path of a dataset in it, read as it is stored");
-  app.add_option("--group", group, "ISMRMRD: the group of the acquisition; otherwise the last");
-  auto* flags = app.add_option("--leave-out", leave_out,
-                               "ISMRMRD: leave out readouts with these flags; otherwise 19 23 24 26 27 28 29")
-                    ->expected(0, 64);
-  app.add_flag("--raw", raw, "MINC2: stored numbers, not real values");
-  app.add_option("--png", png, "draw the three planes through the middle into a PNG file");
+  for (Flag& flag : reading.flags()) flag.add_to(app);
+  reading.add_switches(app);
+  auto* draw = app.add_option("--png", png, "draw the three planes through the middle into a PNG file");
   app.add_option("--slice", slices, "INDEX or AXIS=INDEX: draw this slice; may be repeated for further axes");
-  app.add_option("--export", exported, "write the volume into a plain HDF5 file");
-  app.add_option("--dtype", dtype, "f32 or f64, of what is exported")->capture_default_str();
-  app.add_flag("--verify", verify, "read all of the file in a process with limits; says what cannot be read");
-  app.add_option("--memory", memory, "MiB that --verify may take")->capture_default_str();
-  app.add_option("--seconds", seconds, "that --verify may take")->capture_default_str();
-  app.add_flag("--trust", trust, "follow links to other files, and read sparse datasets");
+  auto* write = app.add_option("--export", exported, "write the volume into a plain HDF5 file");
+  app.add_option("--dtype", dtype, "f32 or f64, of what is exported")->capture_default_str()->needs(write);
+  auto* all = app.add_flag("--verify", verify,
+                           "read all of the file in a process with limits; says what cannot be read")
+                  ->excludes(draw)
+                  ->excludes(write)
+                  ->excludes(app.get_option("--dataset"));
+  app.add_option("--memory", memory, "MiB that --verify may take")->capture_default_str()->needs(all);
+  app.add_option("--seconds", seconds, "that --verify may take")->capture_default_str()->needs(all);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -370,16 +363,16 @@ int run(int argc, char** argv) {
   check(memory >= 64 && memory <= 1 << 20 && seconds >= 1 && seconds <= 1 << 20, Error::Kind::Value,
         "--memory, --seconds: expected at least 64 MiB and 1 s, got ", memory, " and ", seconds);
 
-  if (verify) return verify_file(path, {memory << 20, seconds}) == 0 ? 0 : 1;
-  VolumeOptions options{.dataset = dataset, .raw = raw, .group = group, .trust = {trust, trust}};
-  if (flags->count() > 0) options.leave_out = leave_out;
+  const VolumeOptions options = reading.options();
+  if (verify) return verify_file(path, options, {memory << 20, seconds}) == 0 ? 0 : 1;
   const Volume volume = open_volume(path, options);
   print_info(volume);
   if (!png.empty()) {
     // Of fastMRI the target shows more than k-space.
     const auto& fastmri = volume.info().fastmri;
-    const Volume drawn =
-        fastmri && !fastmri->target.empty() ? open_volume(path, {.dataset = fastmri->target}) : volume;
+    const Volume drawn = fastmri && !fastmri->target.empty()
+                             ? open_volume(path, {.dataset = fastmri->target, .trust = options.trust})
+                             : volume;
     Pictures pictures(drawn);
     int across = -1;
     for (const std::string& slice : slices) {
@@ -398,7 +391,8 @@ int main(int argc, char** argv) {
   try {
     return run(argc, argv);
   } catch (const std::exception& error) {
-    std::cerr << error.what() << "\n";
+    std::cout << std::flush;
+    std::cerr << printable(error.what()) << "\n";
     return 1;
   }
 }
