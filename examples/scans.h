@@ -25,6 +25,10 @@ class Scan {
   std::array<bool, 3> encoded{};   // axes that the scanner encoded: images are periodic along them
   std::array<int64_t, 3> shown{};  // what metrics see, in the middle of the grid: without padding
   int64_t frames = 1, coils = 1;
+  /// Whether the file says where the axes point; then pictures are radiological: those of `flipped` are drawn
+  /// from their last element to their first.
+  bool is_world = false;
+  std::array<bool, 3> flipped{};
   /// Of k-space: columns before the first and from the second on were never measured; 0, 0: all were.
   std::array<int64_t, 2> measured_columns{};
 
@@ -50,21 +54,27 @@ class PhantomScan : public Scan {
 /// in y and x are no multiples of the patch.
 class FileScan : public Scan {
  public:
-  FileScan(const std::string& path, const std::string& dataset, const std::array<int64_t, 3>& patch)
-      : volume_(torus::open_volume(path, {.dataset = dataset})) {
+  FileScan(const std::string& path, const torus::VolumeOptions& options, const std::array<int64_t, 3>& patch)
+      : volume_(torus::open_volume(path, options)) {
     using namespace torus;
     const VolumeInfo& info = volume_.info();
     const Shape& shape = info.shape;
     name = path;
-    is_kspace_ =
-        dataset.empty() && (info.layout == VolumeLayout::fastmri || info.layout == VolumeLayout::ismrmrd);
+    is_kspace_ = options.dataset.empty() &&
+                 (info.layout == VolumeLayout::fastmri || info.layout == VolumeLayout::ismrmrd);
+    check(!is_kspace_ || info.trajectory.empty() || info.trajectory == "cartesian", Error::Kind::Value, path,
+          ": its trajectory is '", info.trajectory, "'; only of cartesian k-space images are made here");
     find_axes();
     for (size_t k = 0; k < 3; ++k) {
       if (at_[k] < 0) continue;
       stored_[k] = shape[at_[k]];
       axes[k] = info.axes[static_cast<size_t>(at_[k])].name;
       encoded[k] = is_kspace_ && axes[k] != "slice";
+      const VolumeAxis& axis = info.axes[static_cast<size_t>(at_[k])];
+      is_world = (k == 0 || is_world) && axis.direction.has_value();
+      flipped[k] = axis.step.value_or(1) > 0;
     }
+    if (!is_world) flipped = {};
     for (int axis = 0; axis < shape.dim(); ++axis)
       if (axis != coil_ && axis != at_[0] && axis != at_[1] && axis != at_[2]) frames *= shape[axis];
     if (coil_ >= 0) coils = shape[coil_];
@@ -166,6 +176,10 @@ class FileScan : public Scan {
     const bool is_complex = volume_.info().is_complex;
     const Tensor values =
         volume_.read(begin, size).reshape({count, stored_[1], stored_[2], is_complex ? 2 : 1});
+    const float* number = values.data<float>();
+    check(std::all_of(number, number + values.numel(), [](float v) { return std::isfinite(v); }),
+          Error::Kind::Value, name, ": holds NaN or infinity, in one of the slices from ", first, " to ",
+          first + count - 1, " of ", axes[0]);
     Tensor result = Tensor::zeros({count, grid[1], grid[2], 2});
     Tensor from = values, into = result.slice(3, 0, is_complex ? 2 : 1);
     for (int k = 1; k < 3; ++k) {  // middle on middle

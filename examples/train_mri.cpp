@@ -9,6 +9,7 @@
 #include "picture.h"
 #include "restoration.h"
 #include "training.h"
+#include "volume_flags.h"
 #include "wrap_study.h"
 
 using namespace torus;
@@ -23,7 +24,8 @@ struct Options {
   int64_t slices = 0, layers = 3, heads = 4, width = 64, cascades = 1, batch = 1, steps = 400, seed = 1;
   // What a resumed run is free to change:
   std::vector<std::string> files, test;
-  std::string dataset, save, resume, log, png, study, device = "cpu";
+  VolumeFlags reading;
+  std::string save, resume, log, png, study, device = "cpu";
   int64_t eval_every = 100, threads = 0;
   double minutes = 0;
   bool phantom = false;
@@ -56,7 +58,9 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
       {"seed", "of weights, slabs and masks (1)", &o.seed},
       {"dtype", "of the network: f32 (default), or bf16 with weights kept in f32", &o.dtype},
   };
+  for (const Flag& flag : o.reading.flags()) flags.push_back(flag);
   for (Flag& flag : flags) flag.add_to(app);
+  o.reading.add_switches(app);
   const auto limit = [&](const std::string& name, const CLI::Validator& rule) {
     app.get_option("--" + name)->check(rule);
   };
@@ -69,7 +73,6 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
   app.add_option("FILES", o.files,
                  "volumes: fastMRI, ISMRMRD, MINC2, or plain HDF5; the last is kept to test on");
   app.add_option("--test", o.test, "volumes to test on instead of the last of FILES");
-  app.add_option("--dataset", o.dataset, "path of the images in the files, where they hold several datasets");
   app.add_flag("--phantom", o.phantom, "train on phantoms even where there are volumes");
   app.add_option("--png", o.png, "picture of a slice to test on (train_mri.png; of a study wrap_study.png)");
   app.add_option("--study", o.study, "wrap: an experiment instead of a training; see below; takes --steps")
@@ -137,9 +140,9 @@ struct Data {
 void take_defaults(Options& o) {
   bool is_multislice = false, is_ismrmrd = false;
   if (!o.files.empty()) {
-    const Volume volume = open_volume(o.files[0], {.dataset = o.dataset});
+    const Volume volume = open_volume(o.files[0], o.reading.options());
     const VolumeInfo& info = volume.info();
-    const bool is_kspace = o.dataset.empty();
+    const bool is_kspace = o.reading.dataset.empty();
     is_ismrmrd = is_kspace && info.layout == VolumeLayout::ismrmrd;
     is_multislice =
         is_kspace && (info.layout == VolumeLayout::fastmri || (is_ismrmrd && info.shape[-3] == 1));  // kz
@@ -177,7 +180,8 @@ Data open_data(const Options& o, const std::array<int64_t, 3>& patch) {
     return data;
   }
   const auto open = [&](const std::vector<std::string>& files, Scans& into) {
-    for (const std::string& file : files) into.push_back(std::make_shared<FileScan>(file, o.dataset, patch));
+    for (const std::string& file : files)
+      into.push_back(std::make_shared<FileScan>(file, o.reading.options(), patch));
   };
   open(o.files, data.train);
   open(o.test, data.test);
@@ -192,6 +196,9 @@ Data open_data(const Options& o, const std::array<int64_t, 3>& patch) {
 }
 
 Problem problem_of(const Options& o) {
+  check(o.center_fraction >= 0 && o.center_fraction <= 1, Error::Kind::Value,
+        "--center-fraction: expected a share from 0 to 1, got ", o.center_fraction);
+  check(o.acceleration >= 1, Error::Kind::Value, "--acceleration: expected at least 1, got ", o.acceleration);
   const Problem problem{
       axes_named("undersample", o.undersample),
       {o.sampling == "random" ? Sampling::random : Sampling::equispaced, o.acceleration, o.center_fraction},
@@ -219,7 +226,7 @@ void print_scans(const char* title, const Scans& scans) {
   constexpr size_t most = 4;
   for (size_t i = 0; i < std::min(most, scans.size()); ++i) {
     const Scan& scan = *scans[i];
-    std::printf("%-9s %s: %s (%s, %s, %s)", title, scan.name.c_str(), words(scan.shown).c_str(),
+    std::printf("%-9s %s: %s (%s, %s, %s)", title, printable(scan.name).c_str(), words(scan.shown).c_str(),
                 scan.axes[0].c_str(), scan.axes[1].c_str(), scan.axes[2].c_str());
     if (scan.frames > 1) std::printf(", %ld frames", long(scan.frames));
     if (scan.coils > 1)
@@ -269,6 +276,12 @@ std::array<bool, 3> choose_wrap(Options& o, const Problem& problem, const Data& 
 
 // ------------------------------------------------------------------------------------------------ training
 
+// Metrics of nothing mean nothing.
+bool is_zero(const Tensor& image) {
+  const auto values = image.to_vector<float>();
+  return std::all_of(values.begin(), values.end(), [](float v) { return v == 0; });
+}
+
 // From step `step` and batch `position` to the end, or to where time or Ctrl-C stops it. False after Ctrl-C.
 bool train(Restorer& model, AdamW& optimizer, const Data& data, const Problem& problem,
            const Options& options, const Settings& settings, Device device, int64_t step, int64_t position) {
@@ -314,9 +327,13 @@ bool train(Restorer& model, AdamW& optimizer, const Data& data, const Problem& p
       const Restored slab = restore_frame(model, scan, problem, 0, device, 0,
                                           {(scan.grid[0] - problem.slices) / 2, problem.slices});
       const double before = psnr(slab.truth, slab.zero_filled), after = psnr(slab.truth, slab.restored);
-      log.write({{"step", double(step)}, {"psnr", after}});
-      progress.note(
-          format("step %ld: a slab to test on has %.2f dB, zero-filled %.2f dB", long(step), after, before));
+      if (is_zero(slab.truth)) {
+        progress.note(format("step %ld: the slab to test on is all zero", long(step)));
+      } else {
+        log.write({{"step", double(step)}, {"psnr", after}});
+        progress.note(format("step %ld: a slab to test on has %.2f dB, zero-filled %.2f dB", long(step),
+                             after, before));
+      }
     }
     if (!options.save.empty()) save();
   }
@@ -353,7 +370,14 @@ void draw(const Restored& frame, const Scan& scan, const Problem& problem, const
   const Tensor truth = shown_part(frame.truth, scan), filled = shown_part(frame.zero_filled, scan),
                restored = shown_part(frame.restored, scan);
   const int64_t z = truth.size(0) / 2, height = truth.size(1), width = truth.size(2);
-  const auto slice = [&](const Tensor& volume) { return volume.select(0, z).to_vector<double>(); };
+  const auto slice = [&](const Tensor& volume) {
+    std::vector<double> values = volume.select(0, z).to_vector<double>();
+    const auto row = [&](int64_t y) { return values.begin() + y * width; };
+    for (int64_t y = 0; scan.flipped[1] && y < height / 2; ++y)
+      std::swap_ranges(row(y), row(y + 1), row(height - 1 - y));
+    for (int64_t y = 0; scan.flipped[2] && y < height; ++y) std::reverse(row(y), row(y + 1));
+    return values;
+  };
   const std::vector<double> images[] = {slice(truth), slice(filled), slice(restored)};
   std::vector<double> sorted = images[0];
   const auto top = sorted.begin() + static_cast<int64_t>(0.999 * static_cast<double>(sorted.size() - 1));
@@ -363,37 +387,40 @@ void draw(const Restored& frame, const Scan& scan, const Problem& problem, const
   constexpr int64_t gap = 8, label = 18;
   const int64_t panel_width = std::max<int64_t>(width * zoom, 150), panel_height = height * zoom;
   Picture picture(3 * panel_width + 4 * gap, 2 * (panel_height + label) + 3 * gap, {0, 0, 0});
-  const auto panel = [&](int64_t row, int64_t column, const std::string& title, auto value) {
+  const auto panel = [&](int64_t row, int64_t column, const std::string& title,
+                         const std::vector<double>& values, int64_t columns, int64_t by) {
     const int64_t left = gap + column * (panel_width + gap), y = gap + row * (panel_height + label + gap);
     picture.text(left, y, title, {255, 255, 255});
     std::vector<unsigned char> grey;
-    for (int64_t i = 0; i < height * width; ++i)
-      grey.push_back(
-          static_cast<unsigned char>(std::lround(255 * std::clamp(value(static_cast<size_t>(i)), 0., 1.))));
-    picture.image(left, y + label, grey, width, zoom);
+    for (const double value : values)
+      grey.push_back(static_cast<unsigned char>(std::lround(255 * std::clamp(value, 0., 1.))));
+    picture.image(left, y + label, grey, columns, by);
   };
-  const auto decibels = [&](size_t i) { return format("%.2f dB", psnr(truth, i == 1 ? filled : restored)); };
-  const char* names[] = {"truth", "zero-filled ", "restored "};
-  for (size_t i = 0; i < 3; ++i)
-    panel(0, static_cast<int64_t>(i), i == 0 ? names[0] : names[i] + decibels(i),
-          [&](size_t at) { return images[i][at] / white; });
-  // The mask of this slice, drawn over the picture's extent.
-  Tensor mask = frame.mask;
-  const Tensor plane = mask.expand({mask.size(0), scan.grid[1], scan.grid[2], 1}).select(0, mask.size(0) / 2);
-  const auto measured = plane.to_vector<double>();
-  panel(1, 0, "measured: white", [&](size_t at) {
-    const int64_t y = static_cast<int64_t>(at) / width, x = static_cast<int64_t>(at) % width;
-    return measured[static_cast<size_t>(y * scan.grid[1] / height * scan.grid[2] + x * scan.grid[2] / width)];
-  });
-  for (size_t i = 1; i < 3; ++i)
-    panel(1, static_cast<int64_t>(i), "error x 5",
-          [&](size_t at) { return 5 * std::abs(images[i][at] - images[0][at]) / white; });
+  const auto decibels = [&](const Tensor& image) {
+    return is_zero(truth) ? std::string() : format("%.2f dB", psnr(truth, image));
+  };
+  const std::string titles[] = {"truth", "zero-filled " + decibels(filled), "restored " + decibels(restored)};
+  for (size_t i = 0; i < 3; ++i) {
+    std::vector<double> shown = images[i], error = images[i];
+    for (size_t at = 0; at < shown.size(); ++at) {
+      shown[at] = images[i][at] / white;
+      error[at] = 5 * std::abs(images[i][at] - images[0][at]) / white;
+    }
+    panel(0, static_cast<int64_t>(i), titles[i], shown, width, zoom);
+    if (i > 0) panel(1, static_cast<int64_t>(i), "error x 5", error, width, zoom);
+  }
+  // The mask of this slice over the picture's extent: its frequencies may be more than the picture's pixels.
+  const auto mask = frame.mask.expand({frame.mask.size(0), scan.grid[1], scan.grid[2], 1})
+                        .select(0, frame.mask.size(0) / 2)
+                        .to_vector<double>();
+  panel(1, 0, "measured: white", resized(mask, scan.grid[1], scan.grid[2], height * zoom, width * zoom),
+        width * zoom, 1);
   picture.write(path);
   std::printf(
-      "wrote %s: slice %ld of %s: truth, zero-filled, restored; what is measured of %s; errors times 5; "
-      "white "
-      "is %.4g\n",
-      path.c_str(), long(z), scan.name.c_str(), text_of(problem.sampled).c_str(), white);
+      "wrote %s: slice %ld of %s, %s: truth, zero-filled, restored; what is measured of %s; errors times 5; "
+      "white is %.4g\n",
+      printable(path).c_str(), long(z), printable(scan.name).c_str(),
+      scan.is_world ? radiological : "rows and columns as stored", text_of(problem.sampled).c_str(), white);
 }
 
 void report(const Restorer& model, const Data& data, const Problem& problem, Device device,
@@ -406,11 +433,15 @@ void report(const Restorer& model, const Data& data, const Problem& problem, Dev
       const Tensor truth = shown_part(frame.truth, *scan);
       const std::string name = scan->name.substr(scan->name.rfind('/') + 1) +
                                (scan->frames > 1 ? " " + std::to_string(f) : std::string());
-      all[0].push_back(score(truth, shown_part(frame.zero_filled, *scan)));
-      all[1].push_back(score(truth, shown_part(frame.restored, *scan)));
-      print_row(name, "zero-filled", all[0].back());
-      print_row("", "restored", all[1].back());
-      if (all[0].size() == 1) draw(frame, *scan, problem, png);
+      if (is_zero(truth)) {
+        std::printf("%-34s is all zero: there is nothing to measure\n", printable(name).c_str());
+      } else {
+        all[0].push_back(score(truth, shown_part(frame.zero_filled, *scan)));
+        all[1].push_back(score(truth, shown_part(frame.restored, *scan)));
+        print_row(printable(name), "zero-filled", all[0].back());
+        print_row("", "restored", all[1].back());
+      }
+      if (f == 0 && scan == data.test[0]) draw(frame, *scan, problem, png);
     }
   if (all[0].size() < 2) return;
   for (size_t i = 0; i < 2; ++i) {
@@ -441,12 +472,24 @@ const Flag& flag_named(const std::vector<Flag>& flags, const std::string& name) 
   return *std::find_if(flags.begin(), flags.end(), [&](const Flag& flag) { return flag.name == name; });
 }
 
-int run(Options& options, std::vector<Flag>& flags) {
+// What a study does not look at.
+void check_study(const CLI::App& app) {
+  constexpr const char* taken[] = {"--study", "--steps", "--device", "--threads", "--png", "--log"};
+  for (const CLI::Option* option : app.get_options())
+    check(option->count() == 0 || std::count(std::begin(taken), std::end(taken), option->get_name()) > 0,
+          Error::Kind::Value, "--study wrap does not take ", option->get_name(),
+          ": of all flags only --steps, --device, --threads, --png and --log");
+}
+
+int run(const CLI::App& app, Options& options, std::vector<Flag>& flags) {
   const Device device = options.device == "cuda" ? cuda : cpu;
   if (options.threads > 0) set_num_threads(static_cast<int>(options.threads));
   if (options.png.empty()) options.png = options.study.empty() ? "train_mri.png" : "wrap_study.png";
   check_can_save(options.png);
+  check(options.files.empty() || !options.phantom, Error::Kind::Value,
+        "--phantom: expected no FILES to train on, got ", options.files.empty() ? "" : options.files[0]);
   if (options.study == "wrap") {
+    check_study(app);
     std::printf("%s\n\n", wrap_study_text().c_str());
     StudySize size = device == cpu ? small_study : large_study;
     if (flag_named(flags, "steps").given()) size.steps = options.steps;
@@ -461,14 +504,19 @@ int run(Options& options, std::vector<Flag>& flags) {
     if (options.files.empty()) {
       options.files = lines_of(saved->settings["files"]);
       options.test = lines_of(saved->settings["test"]);
+      check(!options.phantom || options.files.empty(), Error::Kind::Value, "--phantom is at odds with ",
+            options.resume, ", which was trained on files");
       options.phantom = options.files.empty();
     }
-    if (options.dataset.empty()) options.dataset = saved->settings["dataset"];
+    options.reading.raw |= saved->settings["raw"] == "yes";
   }
   if (!options.save.empty()) check_can_save(options.save);
   manual_seed(static_cast<uint64_t>(options.seed));
 
   find_files(options);
+  for (const char* name : {"--dataset", "--group", "--leave-out", "--encoding", "--raw", "--trust"})
+    check(!options.files.empty() || app.get_option(name)->count() == 0, Error::Kind::Value, name,
+          ": expected FILES to read");
   take_defaults(options);
   const Problem problem = problem_of(options);
   const auto window = three_numbers("window", options.window);
@@ -487,11 +535,12 @@ int run(Options& options, std::vector<Flag>& flags) {
       100 * options.center_fraction);
   const auto wraps = choose_wrap(options, problem, data, window);
 
-  Settings settings = {
-      {"files", joined(options.files)}, {"test", joined(options.test)}, {"dataset", options.dataset}};
+  Settings settings = {{"files", joined(options.files)},
+                       {"test", joined(options.test)},
+                       {"raw", options.reading.raw ? "yes" : ""}};
   for (const auto& [name, value] : settings)
-    check(!saved || saved->settings[name] == value, Error::Kind::Value, "the ", name, " are not those that ",
-          options.resume, " was trained with");
+    check(!saved || saved->settings[name] == value, Error::Kind::Value, name == "raw" ? "--" : "the ", name,
+          " is not as when ", options.resume, " was trained");
   for (const Flag& flag : flags) settings[flag.name] = flag.text();
 
   Restorer model({.cascades = options.cascades,
@@ -523,5 +572,5 @@ int main(int argc, char** argv) {
       "Trains a small transformer on grids to restore undersampled volumes of MRI: a demonstration.");
   Options options;
   std::vector<Flag> flags = add_flags(app, options);
-  return run_program(app, argc, argv, "train_mri", [&] { return run(options, flags); });
+  return run_program(app, argc, argv, "train_mri", [&] { return run(app, options, flags); });
 }

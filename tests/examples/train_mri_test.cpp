@@ -61,6 +61,17 @@ class TrainMri : public testing::Test {
     return {number(16), number(20)};
   }
 
+  /// Grey pixels, and the width.
+  std::pair<std::vector<unsigned char>, int64_t> read_png(const std::string& path) {
+    png_image image = {};
+    image.version = PNG_IMAGE_VERSION;
+    EXPECT_TRUE(png_image_begin_read_from_file(&image, path.c_str()));
+    image.format = PNG_FORMAT_GRAY;
+    std::vector<unsigned char> pixels(PNG_IMAGE_SIZE(image));
+    EXPECT_TRUE(png_image_finish_read(&image, nullptr, pixels.data(), 0, nullptr));
+    return {pixels, image.width};
+  }
+
   void write_images(const std::string& name, const Shape& shape, uint64_t seed) {
     const Tensor image = phantom(shape, seed);
     const Tensor magnitude = sqrt(sum(Variable(image) * Variable(image), {3})).value();
@@ -194,6 +205,19 @@ TEST_F(TrainMri, ReadsIsmrmrd) {
   EXPECT_TRUE(has(result, "undersampled along y")) << result.text;
   EXPECT_TRUE(has(result, "mean of 2")) << result.text;
   expect_refused("gaps.h5" + flags, "is undersampled itself (k-space has gaps along ky)");
+  // Readouts that follow another trajectory are no lines of a grid.
+  std::string bytes = read_file(folder / "a.h5");
+  const std::string word = "<trajectory>cartesian</trajectory>";
+  for (size_t at = bytes.find(word); at != bytes.npos; at = bytes.find(word, at))
+    bytes.replace(at, word.size(), "<trajectory>radial</trajectory>   ");
+  write_file(folder / "radial.h5", bytes);
+  expect_refused("radial.h5" + flags, "radial.h5: its trajectory is 'radial'; only of cartesian k-space");
+  // How the file is read is a part of what was trained.
+  ASSERT_EQ(run("a.h5 --leave-out 19,20 --save a.ckpt" + flags).status, 0);
+  expect_refused("--resume a.ckpt --leave-out none", "--leave-out none is at odds with a.ckpt");
+  EXPECT_EQ(run("--resume a.ckpt").status, 0);
+  expect_refused("a.h5 --encoding 1" + flags, "has no readouts to make a volume of");
+  expect_refused("a.h5 --group other" + flags, "no acquisitions in 'other'");
 }
 
 TEST_F(TrainMri, SaysWhatIsWrongInOneLine) {
@@ -215,8 +239,90 @@ TEST_F(TrainMri, SaysWhatIsWrongInOneLine) {
         {"--phantom --save no/such/a.h5", "cannot save to no/such/a.h5"},
         {"--phantom --png no/such/a.png", "cannot save to no/such/a.png"},
         {"--phantom --test a.h5", "--test: expected FILES to train on, too"},
+        {"--phantom a.h5", "--phantom: expected no FILES to train on, got a.h5"},
+        {"--phantom --group dataset", "--group: expected FILES to read"},
+        {"--phantom --trust", "--trust: expected FILES to read"},
+        {"--study wrap --layers 3", "--study wrap does not take --layers"},
+        {"--study wrap --save x --steps 3", "--study wrap does not take --save"},
+        {"--study wrap --resume x", "--study wrap does not take --resume"},
+        {"--study wrap --minutes 1", "--study wrap does not take --minutes"},
+        {"--study wrap --seed 1", "--study wrap does not take --seed"},
+        {"--study wrap --trust", "--study wrap does not take --trust"},
+        {"--study wrap a.h5", "--study wrap does not take FILES"},
+        {"--phantom --center-fraction 2", "--center-fraction: expected a share from 0 to 1, got 2"},
+        {"--phantom --acceleration 0.5", "--acceleration: expected at least 1, got 0.5"},
         {"--phantom --sampling equispaced --center-fraction 0.5", "[sampling_mask] equispaced: the middle"}})
     expect_refused(flags, line);
+}
+
+TEST_F(TrainMri, SaysWhatVolumesHold) {
+  const auto write = [&](const std::string& name, float value) {
+    std::vector<float> values(4 * 16 * 16, 0);
+    values[700] = value;
+    auto file = Hdf5File::create(folder / name);
+    file.write("image", Tensor::from(values, {4, 16, 16}));
+    file.close();
+  };
+  write("nan.h5", NAN);
+  write("inf.h5", INFINITY);
+  write("zero.h5", 0);
+  const std::string flags = " --patch 1,4,4 --steps 2" + tiny;
+  for (const std::string name : {"nan.h5", "inf.h5"})
+    expect_refused(name + flags, name + ": holds NaN or infinity, in one of the slices from ");
+  const ProgramOutcome result = run("zero.h5" + flags);
+  EXPECT_EQ(result.status, 0) << result.text;
+  EXPECT_TRUE(has(result, "zero.h5                            is all zero: there is nothing to measure\n"))
+      << result.text;
+  EXPECT_FALSE(has(result, "nan")) << result.text;
+}
+
+// A picture of a volume that knows where it lies is turned as `volume` turns its own.
+TEST_F(TrainMri, DrawsAsRadiologistsSee) {
+  const int64_t n = 16;
+  std::vector<double> values(static_cast<size_t>(2 * n * n), 0);
+  for (int64_t z = 0; z < 2; ++z) values[static_cast<size_t>((z * n + 2) * n + 3)] = 1;  // low in y and in x
+  for (const double step : {1., -1.}) {
+    {
+      Foreign file(folder / "x.mnc");
+      for (const char* group : {"/minc-2.0", "/minc-2.0/dimensions", "/minc-2.0/image", "/minc-2.0/image/0"})
+        file.group(group);
+      file.write("/minc-2.0/image/0/image", values, {2, n, n});
+      file.attribute("/minc-2.0/image/0/image", "dimorder", std::string("zspace,yspace,xspace"));
+      for (const std::string axis : {"zspace", "yspace", "xspace"}) {
+        file.write("/minc-2.0/dimensions/" + axis, std::vector<double>{0}, {}, H5T_STD_I32LE);
+        file.attribute("/minc-2.0/dimensions/" + axis, "step", std::vector<double>{step});
+      }
+    }
+    const ProgramOutcome result = run("x.mnc --patch 1,4,4 --steps 1 --png x.png" + tiny);
+    EXPECT_EQ(result.status, 0) << result.text;
+    EXPECT_TRUE(has(result, "radiological: the patient's right is on the left, anterior and superior are up"))
+        << result.text;
+    // The truth is the panel at the left above, 16 pixels a voxel.
+    const auto [pixels, width] = read_png(folder / "x.png");
+    const auto lit = [&](int64_t y, int64_t x) {
+      return pixels[static_cast<size_t>((8 + 18 + 16 * y + 8) * width + 8 + 16 * x + 8)] > 128;
+    };
+    EXPECT_EQ(lit(2, 3), step < 0);
+    EXPECT_EQ(lit(n - 1 - 2, n - 1 - 3), step > 0);
+  }
+  write_images("image.h5", {4, 16, 16}, 1);
+  EXPECT_TRUE(has(run("image.h5 --patch 1,4,4 --steps 1" + tiny), "rows and columns as stored"));
+}
+
+TEST(Picture, ResizedKeepsEveryColumn) {
+  std::vector<double> line(97, 0);
+  for (size_t i = 0; i < line.size(); i += 5) line[i] = 1;  // alone between others
+  for (const int64_t width : {13, 50, 96, 97, 98, 300}) {
+    const auto image = resized(line, 1, 97, 3, width);
+    ASSERT_EQ(image.size(), static_cast<size_t>(3 * width));
+    for (size_t i = 0; i < line.size(); i += 5) {
+      bool seen = false;
+      for (int64_t x = 0; x < width; ++x)
+        seen |= x * 97 / width <= static_cast<int64_t>(i) && image[static_cast<size_t>(x)] > 0 &&
+                static_cast<int64_t>(i) < std::max(x * 97 / width + 1, (x + 1) * 97 / width);
+      EXPECT_TRUE(seen) << "column " << i << " of 97 in " << width << " pixels";
+    }
+  }
 }
 
 // ----------------------------------------------------------------------------------------------- its parts
