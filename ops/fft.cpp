@@ -87,18 +87,28 @@ Tensor fft_matrix(int64_t n, bool inverse, DType dtype) {
   return matrix.reshape({2 * n, 2 * n}).to(dtype);
 }
 
-// On a device, made once: a captured step cannot copy from the host. Never destroyed, as device memory
-// outlives any static of ours.
+// On a device. Made once and kept, as a captured step cannot copy from the host, and never destroyed: the
+// step reads it for as long as it lives, and device memory outlives any static of ours. Where a device would
+// hold more than 1 GiB of them, further ones are made in each call.
 Tensor fft_matrix_on(Device device, int64_t n, bool inverse, DType dtype) {
+  constexpr int64_t most_bytes = int64_t{1} << 30;
   static auto* mutex = new std::mutex;
   static auto* made = new std::map<std::tuple<int, int64_t, bool, DType>, Tensor>;
   const std::lock_guard lock(*mutex);
-  Tensor& matrix = (*made)[{device.index, n, inverse, dtype}];
-  if (!matrix.defined()) matrix = fft_matrix(n, inverse, dtype).to(device);
+  const std::tuple key{device.index, n, inverse, dtype};
+  if (const auto found = made->find(key); found != made->end()) return found->second;
+  const Tensor matrix = fft_matrix(n, inverse, dtype).to(device);
+  const auto bytes_of = [](const Tensor& t) { return t.numel() * static_cast<int64_t>(size_of(t.dtype())); };
+  int64_t bytes = bytes_of(matrix);
+  for (const auto& [other, kept] : *made)
+    if (std::get<0>(other) == device.index) bytes += bytes_of(kept);
+  if (bytes <= most_bytes) made->emplace(key, matrix);
   return matrix;
 }
 
-// On other devices: a matrix product an axis, which is fast at the lengths of images.
+// On other devices a matrix product an axis: O(n^2) a line, of what the matrix units do best, where a fast
+// transform is O(n log n). At the lengths of images (some hundreds) either takes a small part of a step, and
+// cuFFT would be another library of 200 MB.
 Variable fft_by_matrices(const Variable& x, const std::vector<int>& axes, bool inverse) {
   const DType dtype = x.dtype() == f64 ? f64 : f32;
   Variable y = cast(x, dtype);

@@ -181,9 +181,9 @@ Variable unfold(const Variable& x, const std::vector<int64_t>& patch,
 Variable fold(const Variable& tokens, const std::vector<int64_t>& grid, const std::vector<int64_t>& patch,
               const std::vector<int64_t>& stride = {});
 
-/// The discrete Fourier transform of complex numbers x [..., 2] along axes before the last (all of them if
-/// none is named), centred and orthonormal: along an axis of any length N, with c = N / 2 rounded down, y[k]
-/// = sum_n x[n] exp(-2 pi i (k - c) (n - c) / N) / sqrt(N), and + for the inverse.
+/// The discrete Fourier transform of complex numbers x [..., 2] along axes before the last (all if none is
+/// named), centred and orthonormal: y[k] = sum_n x[n] exp(-2 pi i (k - c) (n - c) / N) / sqrt(N) for any
+/// length N, c = N / 2 rounded down; + for the inverse. On CUDA by a matrix, O(N^2) a line: see README.
 Variable fft(const Variable& x, const std::vector<int>& axes = {}, bool inverse = false);
 /// x with the frequencies that were measured put in: the inverse of fft(x) * (1 - mask) + measured * mask. x and
 /// measured [..., 2] alike; mask, of zeros and ones, broadcasts to them. The step of Schlemper et al. (2018) without
