@@ -1,11 +1,8 @@
 // A target for libFuzzer: any bytes opened and read as a volume. An error is right; a crash, a hang or growth
-// is not. Built by hand beside a release build: our layer for coverage, the rest as it is. Small files of
-// each layout are the corpus. A report with a frame of torus on top is ours; below frames of libhdf5 it is
-// the library's.
-//   clang++ -std=c++20 -O1 -g -fsanitize=fuzzer,address -Ibuild/include -isystem /usr/include/hdf5/serial \
-//     tests/fuzz/volume_fuzz.cpp core/hdf5*.cpp data/volume.cpp data/volume_[fim]*.cpp data/xml.cpp \
-//     -Lbuild -ltorus -lhdf5_serial -Wl,-rpath,$PWD/build -o build/volume_fuzz
-//   ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 build/volume_fuzz \
+// is not. Small files of each layout are the corpus. A report with a frame of torus on top is ours; below
+// frames of libhdf5 it is the library's.
+//   ninja -C build volume_fuzz
+//   ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 build/tests/volume_fuzz \
 //     -max_len=140000 -timeout=10 -rss_limit_mb=4096 CORPUS
 #include <stdlib.h>
 #include <unistd.h>
