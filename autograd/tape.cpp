@@ -436,6 +436,9 @@ std::vector<Variable> record(const char* op, std::span<const Variable> inputs,
                              std::span<const Tensor> outputs, BackwardFunction backward,
                              Infinities infinities) {
   Tape* tape = recording(op, inputs) ? Tape::current() : nullptr;
+  if (detail::scope_listeners.load(std::memory_order_relaxed) != 0) [[unlikely]]
+    for (const Variable& input : inputs)
+      if (input.defined()) detail::show_in_forward(op, input.value());
   if (AnomalyMode::active())
     detail::check_forward(op, inputs, outputs, infinities, tape ? tape->recorded_nodes() : -1);
   if (!tape) return std::vector<Variable>(outputs.begin(), outputs.end());
@@ -478,6 +481,9 @@ struct Form {
 std::vector<Variable> recompute_list(
     std::function<std::vector<Variable>(const std::vector<Variable>&)> function,
     std::vector<Variable> inputs) {
+  ProfileScope scope("recompute", ScopeKind::forward);
+  for (const Variable& input : inputs)
+    if (scope && input.defined()) scope.show(input.value());
   Tape* tape = Tape::current();
   recording("recompute", inputs);  // for its check of dead tapes
   if (!tape) return function(inputs);

@@ -165,6 +165,7 @@ void check_defined(const char* op, const char* name, const Variable& operand);
 
 /// Ends an op: wraps its outputs, and appends a node if one is to be recorded. `op` must outlive the tape.
 /// Undefined inputs are allowed: they want no gradient. `infinities` are those that AnomalyMode is to accept.
+/// A profiler shows the inputs' shapes if the op began with `ProfileScope scope(op, ScopeKind::forward);`.
 std::vector<Variable> record(const char* op, std::span<const Variable> inputs,
                              std::span<const Tensor> outputs, BackwardFunction backward,
                              Infinities infinities = Infinities::none);

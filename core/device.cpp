@@ -13,7 +13,9 @@ std::ostream& operator<<(std::ostream& out, Device device) {
   return out;
 }
 
-double peak_flops(Device device, DType dtype) {
+double peak_flops(Device device, DType dtype) { return peak_flops(device_name(device), dtype); }
+
+double peak_flops(const std::string& chip, DType dtype) {
   struct Chip {
     const char* name;
     double tera_16, tera_32, tera_64;  // of 16-bit floats, f32 without TF32, f64
@@ -22,10 +24,9 @@ double peak_flops(Device device, DType dtype) {
                                    {"H100 PCIe", 756, 51, 51},
                                    {"H100", 989.5, 67, 67},
                                    {"A100", 312, 19.5, 19.5}};
-  const std::string found = device_name(device);
-  for (const Chip& chip : chips)
-    if (found.find(chip.name) != std::string::npos)
-      return 1e12 * (dtype == f64 ? chip.tera_64 : dtype == f32 ? chip.tera_32 : chip.tera_16);
+  for (const Chip& known : chips)
+    if (chip.find(known.name) != std::string::npos)
+      return 1e12 * (dtype == f64 ? known.tera_64 : dtype == f32 ? known.tera_32 : known.tera_16);
   return 0;
 }
 

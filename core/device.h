@@ -33,6 +33,8 @@ std::string device_name(Device device);
 /// Dense matrix products a second by the maker's data sheet, in floating-point operations; 0 where it is not
 /// known.
 double peak_flops(Device device, DType dtype);
+/// The same of a chip by its name, as `device_name` gives it.
+double peak_flops(const std::string& chip, DType dtype);
 
 /// Whether matrix products of f32 on CUDA may round their operands to TF32 (10 bits): several times faster.
 /// At first they may not.

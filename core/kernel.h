@@ -1,6 +1,7 @@
 // The table through which op code reaches the kernel of a device.
 #pragma once
 
+#include <ranges>
 #include <string>
 #include <type_traits>
 #include <typeindex>
@@ -20,8 +21,9 @@ AnyFunction find_kernel(const char* name, DeviceKind kind, std::type_index signa
 
 /// One kernel of an op, by the name "op.part". The op's .cpp makes it with the CPU function; a .cu file adds
 /// its launcher with `CudaKernel` of the same name and signature, so op code needs neither #ifdef nor stub.
-/// The profiler times each call and counts the bytes of its tensors; `flops`, if given, counts the
-/// operations. `held_memory` names it for tensors that it writes first.
+/// The profiler times each call and counts the bytes of its tensors, also of those in a list of tensors or of
+/// structs that give theirs by `tensors()`; `flops`, if given, counts the operations. `held_memory` names it
+/// for tensors that it writes first.
 template <class Signature>
 class Kernel;
 
@@ -53,7 +55,12 @@ class Kernel<void(Args...)> {
   }
   template <class T>
   static void note(ProfileScope& scope, const T& argument) {
-    if constexpr (std::is_same_v<T, Tensor>) scope.add(argument);
+    if constexpr (std::is_same_v<T, Tensor>)
+      scope.add(argument);
+    else if constexpr (requires { argument.tensors(); })
+      note(scope, argument.tensors());
+    else if constexpr (std::ranges::range<T>)
+      for (const auto& item : argument) note(scope, item);
   }
 
   const char* name_;

@@ -7,6 +7,7 @@
 #include <locale>
 #include <map>
 #include <mutex>
+#include <set>
 #include <sstream>
 
 #include "torus/core/device_profiler.h"
@@ -48,6 +49,23 @@ int track_of_this_thread() {
   return track;
 }
 
+// "matmul backward"
+std::string title(const ProfileEvent& event) { return event.name + ' ' + name(event.kind); }
+
+void show_in(ProfileEvent& event, const Tensor& tensor) {
+  constexpr size_t enough = 300;  // an optimizer is given all parameters
+  event.device = tensor.device();
+  std::string& text = event.shapes;
+  if (text.size() > enough) {
+    if (!text.ends_with("...")) text += ", ...";
+    return;
+  }
+  text += std::string(text.empty() ? "" : ", ") + torus::name(tensor.dtype()) + " [";
+  for (int axis = 0; axis < tensor.dim(); ++axis)
+    text += (axis ? ", " : "") + std::to_string(tensor.size(axis));
+  text += ']';
+}
+
 double rate(double amount, double seconds) { return seconds > 0 ? amount / seconds / 1e9 : 0; }
 
 std::string escaped(const std::string& text) {
@@ -66,7 +84,7 @@ std::string escaped(const std::string& text) {
 }  // namespace
 
 const char* name(ScopeKind kind) {
-  constexpr const char* names[] = {"user", "kernel", "backward", "device"};
+  constexpr const char* names[] = {"user", "forward", "backward", "kernel", "device"};
   return names[static_cast<int>(kind)];
 }
 
@@ -92,10 +110,18 @@ void add_profile_event(ProfileEvent event) {
 // ------------------------------------------------------------------------------------------------- scopes
 
 void ProfileScope::open(const char* name, ScopeKind kind) {
+  std::string op;
+  if (kind == ScopeKind::kernel) {
+    const auto of = std::find_if(torus::open.rbegin(), torus::open.rend(), [](const OpenScope& outer) {
+      return outer.event.kind == ScopeKind::forward || outer.event.kind == ScopeKind::backward;
+    });
+    if (of != torus::open.rend()) op = title(of->event);
+  }
   OpenScope& scope = torus::open.emplace_back();
   scope.session = session.load(std::memory_order_relaxed);
   scope.event.name = name;
   scope.event.kind = kind;
+  scope.event.op = std::move(op);
   depth_ = torus::open.size();
   scope.event.start = profile_clock();
 }
@@ -122,13 +148,7 @@ void ProfileScope::close() {
 
 void ProfileScope::show(const Tensor& tensor) {
   if (depth_ == 0 || depth_ > torus::open.size() || !tensor.defined()) return;
-  ProfileEvent& event = torus::open[depth_ - 1].event;
-  event.device = tensor.device();
-  std::string& text = event.shapes;
-  text += std::string(text.empty() ? "" : ", ") + torus::name(tensor.dtype()) + " [";
-  for (int axis = 0; axis < tensor.dim(); ++axis)
-    text += (axis ? ", " : "") + std::to_string(tensor.size(axis));
-  text += ']';
+  show_in(torus::open[depth_ - 1].event, tensor);
 }
 
 void ProfileScope::add(const Tensor& tensor) {
@@ -143,6 +163,12 @@ void ProfileScope::add(const Tensor& tensor) {
 
 void ProfileScope::add_flops(double flops) {
   if (depth_ > 0 && depth_ <= torus::open.size()) torus::open[depth_ - 1].event.flops += flops;
+}
+
+void detail::show_in_forward(const char* op, const Tensor& tensor) {
+  if (open.empty() || !tensor.defined()) return;
+  ProfileEvent& event = open.back().event;
+  if (event.kind == ScopeKind::forward && event.name == op) show_in(event, tensor);
 }
 
 std::string detail::open_scopes() {
@@ -190,14 +216,21 @@ std::vector<ProfileEvent> Profiler::events() const {
 }
 
 ProfileSummary Profiler::summary() const {
-  std::map<std::pair<std::string, ScopeKind>, ProfileSummary::Row> rows;
+  using Row = ProfileSummary::Row;
+  const std::vector<ProfileEvent> all = events();
+  std::set<std::string> ops;  // that ended while recording; kernels of others stand for themselves
+  for (const ProfileEvent& event : all)
+    if (event.kind == ScopeKind::forward || event.kind == ScopeKind::backward) ops.insert(title(event));
+  std::map<std::pair<std::string, std::string>, Row> rows;  // by title, and the name of a kernel inside
   double host = 0, device = 0;
-  for (const ProfileEvent& event : events()) {
-    ProfileSummary::Row& row = rows[{event.name, event.kind}];
+  for (const ProfileEvent& event : all) {
+    const bool inside = ops.contains(event.op);
+    Row& row = rows[inside ? std::pair(event.op, event.name) : std::pair(title(event), std::string())];
     const double seconds = static_cast<double>(event.end - event.start) / 1e9,
                  own = static_cast<double>(event.end - event.start - event.inside) / 1e9;
     row.name = event.name;
     row.kind = event.kind;
+    if (inside) row.op = event.op;
     ++row.calls;
     row.seconds += seconds;
     row.own_seconds += own;
@@ -207,33 +240,57 @@ ProfileSummary Profiler::summary() const {
   }
   ProfileSummary summary;
   summary.device_seconds = device;
+  std::vector<std::vector<Row>> groups;  // an op and its kernels, or one row
   for (auto& [key, row] : rows) {
     if (row.kind == ScopeKind::device && row.name != "memcpy" && row.name != "memset")
       summary.device_kernels += row.calls;
-    const double all = row.kind == ScopeKind::device ? device : host;
-    row.share = all > 0 ? row.own_seconds / all : 0;
-    summary.rows.push_back(std::move(row));
+    if (row.op.empty())
+      groups.emplace_back();
+    else
+      groups.back().front().own_seconds += row.own_seconds;
+    groups.back().push_back(std::move(row));
   }
-  std::stable_sort(summary.rows.begin(), summary.rows.end(),
-                   [](const auto& a, const auto& b) { return a.own_seconds > b.own_seconds; });
+  const auto longer = [](const Row& a, const Row& b) { return a.own_seconds > b.own_seconds; };
+  for (auto& group : groups) std::stable_sort(group.begin() + 1, group.end(), longer);
+  std::stable_sort(groups.begin(), groups.end(),
+                   [&](const auto& a, const auto& b) { return longer(a.front(), b.front()); });
+  for (auto& group : groups)
+    for (Row& row : group) {
+      const double whole = row.kind == ScopeKind::device ? device : host;
+      row.share = whole > 0 ? row.own_seconds / whole : 0;
+      summary.rows.push_back(std::move(row));
+    }
   return summary;
 }
 
-const ProfileSummary::Row& ProfileSummary::row(const std::string& name, ScopeKind kind) const {
-  for (const Row& row : rows)
-    if (row.name == name && row.kind == kind) return row;
-  fail(Error::Kind::Value, "[profiler] nothing of kind ", torus::name(kind), " is named \"", name, "\"");
+ProfileSummary::Row ProfileSummary::row(const std::string& name, ScopeKind kind) const {
+  Row sum;
+  sum.name = name;
+  sum.kind = kind;
+  for (const Row& row : rows) {
+    if (row.name != name || row.kind != kind) continue;
+    sum.calls += row.calls;
+    sum.seconds += row.seconds;
+    sum.own_seconds += row.own_seconds;
+    sum.share += row.share;
+    sum.flops += row.flops;
+    sum.bytes += row.bytes;
+  }
+  check(sum.calls > 0, Error::Kind::Value, "[profiler] nothing of kind ", torus::name(kind), " is named \"",
+        name, "\"");
+  return sum;
 }
 
 std::ostream& operator<<(std::ostream& out, const ProfileSummary& summary) {
   size_t width = 4;
-  for (const auto& row : summary.rows) width = std::max(width, row.name.size());
+  const auto label = [](const ProfileSummary::Row& row) { return (row.op.empty() ? "" : "  ") + row.name; };
+  for (const auto& row : summary.rows) width = std::max(width, label(row).size());
   std::ostringstream text;  // its own flags and locale
   text.imbue(std::locale::classic());
   text << std::fixed << std::left << std::setw(static_cast<int>(width)) << "name" << std::right
        << "  kind         calls    total ms     mean us  share %   GFLOP/s      GB/s\n";
   for (const auto& row : summary.rows) {
-    text << std::left << std::setw(static_cast<int>(width)) << row.name << "  " << std::setw(8)
+    text << std::left << std::setw(static_cast<int>(width)) << label(row) << "  " << std::setw(8)
          << name(row.kind) << std::right << std::setw(10) << row.calls << std::setprecision(3)
          << std::setw(12) << row.seconds * 1e3 << std::setprecision(1) << std::setw(12)
          << row.seconds * 1e6 / static_cast<double>(row.calls) << std::setw(9) << row.share * 100;

@@ -1,6 +1,6 @@
 // Profiler: what ran when, on which thread, on which shapes and at what rate; and memory over time.
 //
-//     Profiler profiler;                     // from here on, kernels and backward passes are timed
+//     Profiler profiler;                     // from here on, ops and their kernels are timed
 //     { ProfileScope scope("step"); ... }    // and what the user names
 //     std::cout << profiler.summary();       // a table
 //     profiler.write_trace("trace.json");    // a time line, for https://ui.perfetto.dev
@@ -22,8 +22,9 @@ class Tensor;
 
 enum class ScopeKind {
   user,      // named by a ProfileScope
-  kernel,    // a call of a Kernel; on another device than the processor, its launch
+  forward,   // a call of an op
   backward,  // the backward of a node of the tape, by the name of its op
+  kernel,    // a call of a Kernel; on another device than the processor, its launch
   device     // timed by a device itself
 };
 const char* name(ScopeKind kind);
@@ -35,31 +36,35 @@ struct ProfileEvent {
   int track = 0;                // a thread of the processor, or one that `profile_track` made
   int64_t start = 0, end = 0;   // ns by `profile_clock`
   int64_t inside = 0;           // ns of these in scopes inside it
-  double flops = 0, bytes = 0;  // done and moved, with those of the scopes inside it
+  double flops = 0, bytes = 0;  // of products and attention; moved; with those of the scopes inside it
   std::string shapes = {};      // "f32 [8, 64], f32 [64]"
+  std::string op = {};          // of a kernel: the call of an op that it is part of, "matmul backward"
   Device device = cpu;
   int64_t live_bytes = -1;  // that the tensors of `device` held at its end; -1: not known
 };
 
 struct ProfileSummary {
-  /// All events of one kind and name.
+  /// All events of one kind and name; of kernels, those that are part of one op's forward or backward.
   struct Row {
     std::string name;
     ScopeKind kind = ScopeKind::user;
+    std::string op;  // as in ProfileEvent
     int64_t calls = 0;
     double seconds = 0;           // from start to end, so that scopes inside others count in both
-    double own_seconds = 0;       // without the scopes inside
-    double share = 0;             // of own_seconds in those of all rows; rows of devices among themselves
-    double flops = 0, bytes = 0;  // divide by seconds for the rate
+    double own_seconds = 0;       // without the scopes inside; an op's kernels are its own
+    double share = 0;             // of own_seconds in all of the time; that of devices is counted apart
+    double flops = 0, bytes = 0;  // with those of the scopes inside; divide by seconds for the rate
   };
-  std::vector<Row> rows;       // most own time first
+  /// Most own time first, each op followed by its kernels. The shares of rows without an `op` add up to 1 (of
+  /// the host, and of devices); those of an op's kernels are parts of its own.
+  std::vector<Row> rows;
   int64_t device_kernels = 0;  // that devices ran, copies not among them
   double device_seconds = 0;   // of these and of copies
 
-  /// Throws Error{Value} if there is no such row.
-  const Row& row(const std::string& name, ScopeKind kind = ScopeKind::kernel) const;
+  /// All rows of this name and kind added up; throws Error{Value} if there is none.
+  Row row(const std::string& name, ScopeKind kind = ScopeKind::kernel) const;
 };
-/// Calls, total and mean time, share, GFLOP/s and GB/s, a line a row.
+/// Calls, total and mean time, share, GFLOP/s and GB/s, a line a row; kernels are indented under their op.
 std::ostream& operator<<(std::ostream& out, const ProfileSummary& summary);
 
 /// While alive and until `stop`, records the scopes that all threads open and close. One at a time: a second
@@ -97,6 +102,8 @@ namespace detail {
 extern std::atomic<int> scope_listeners;
 // The named scopes that are open on this thread, outermost first: "step/block 3".
 std::string open_scopes();
+// Shows a tensor's shape in the innermost scope of this thread, if that is the forward of `op`.
+void show_in_forward(const char* op, const Tensor& tensor);
 }  // namespace detail
 
 /// Times from here to the end of the C++ scope, under a name. Costs one relaxed load where nobody listens.
@@ -116,7 +123,7 @@ class ProfileScope {
 
   /// True if somebody listens: ask before working out FLOPs.
   explicit operator bool() const { return depth_ > 0; }
-  /// Shows the tensor's shape; an undefined one is left out.
+  /// Shows the tensor's shape, if few were shown before; an undefined one is left out.
   void show(const Tensor& tensor);
   /// Shows the tensor's shape and counts its bytes as moved, those of expanded axes once.
   void add(const Tensor& tensor);

@@ -1,6 +1,7 @@
 // What the kernels of optimizers are given: all parameters of a step at once. For kernels; not installed.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <span>
 
@@ -16,6 +17,8 @@ struct StepItem {
   double lr_scale, decay;
   int64_t steps;  // t, this step counted; on CUDA unset: see StepNumbers::steps
   int64_t index;  // into StepNumbers::steps
+
+  std::array<Tensor, 5> tensors() const { return {value, narrow, grad, first, second}; }
 };
 
 /// What all parameters of a step share.
@@ -43,6 +46,8 @@ struct LionRule {
 struct Combination {
   Tensor to, from;
   bool add;
+
+  std::array<Tensor, 2> tensors() const { return {to, from}; }
 };
 
 /// state [2] of a LossScale: its value, and the good steps since that changed.

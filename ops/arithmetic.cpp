@@ -37,6 +37,7 @@ const Kernel<void(Tensor&, const Tensor&, const Tensor&, double)> scalar_div_bac
 
 // x + b, whose derivative is 1.
 Variable shift(const char* op, const Variable& x, double b) {
+  const ProfileScope scope(op, ScopeKind::forward);
   check_floating(op, x);
   return record(op, {x}, mapped(add_scalar_kernel, x.value(), b),
                 [](const OutputGrads& grads) -> std::vector<Tensor> { return {grads[0]}; });
@@ -44,6 +45,7 @@ Variable shift(const char* op, const Variable& x, double b) {
 
 // x times or over a number: linear, so the gradient takes the same kernel and nothing is saved.
 Variable scale(const char* op, const ScalarKernel& kernel, const Variable& x, double b) {
+  const ProfileScope scope(op, ScopeKind::forward);
   check_floating(op, x);
   return record(op, {x}, mapped(kernel, x.value(), b),
                 [&kernel, b](const OutputGrads& grads) -> std::vector<Tensor> {
@@ -54,6 +56,7 @@ Variable scale(const char* op, const ScalarKernel& kernel, const Variable& x, do
 }  // namespace
 
 Variable add(const Variable& a, const Variable& b) {
+  const ProfileScope scope("add", ScopeKind::forward);
   const auto [left, right] = broadcast("add", a, b);
   return record("add", {a, b}, mapped(add_kernel, left, right),
                 [](const OutputGrads& grads) -> std::vector<Tensor> {
@@ -62,6 +65,7 @@ Variable add(const Variable& a, const Variable& b) {
 }
 
 Variable sub(const Variable& a, const Variable& b) {
+  const ProfileScope scope("sub", ScopeKind::forward);
   const auto [left, right] = broadcast("sub", a, b);
   return record("sub", {a, b}, mapped(sub_kernel, left, right),
                 [](const OutputGrads& grads) -> std::vector<Tensor> {
@@ -70,6 +74,7 @@ Variable sub(const Variable& a, const Variable& b) {
 }
 
 Variable mul(const Variable& a, const Variable& b) {
+  const ProfileScope scope("mul", ScopeKind::forward);
   const auto [left, right] = broadcast("mul", a, b);
   // Saved: each operand if the other wants a gradient.
   return record(
@@ -82,6 +87,7 @@ Variable mul(const Variable& a, const Variable& b) {
 }
 
 Variable div(const Variable& a, const Variable& b) {
+  const ProfileScope scope("div", ScopeKind::forward);
   const auto [left, right] = broadcast("div", a, b);
   // Saved: b for both gradients, a for that of b.
   return record(
@@ -94,6 +100,7 @@ Variable div(const Variable& a, const Variable& b) {
 }
 
 Variable neg(const Variable& x) {
+  const ProfileScope scope("neg", ScopeKind::forward);
   check_floating("neg", x);
   return record(
       "neg", {x}, mapped(neg_kernel, x.value()),
@@ -109,6 +116,7 @@ Variable operator-(double a, const Variable& b) { return -b + a; }
 Variable operator*(double a, const Variable& b) { return b * a; }
 
 Variable operator/(double a, const Variable& b) {
+  const ProfileScope scope("div", ScopeKind::forward);
   check_floating("div", b);
   // Saved: the divisor.
   return record("div", {b}, mapped(scalar_div_kernel, b.value(), a),

@@ -35,6 +35,7 @@ const Kernel<void(Tensor&, const Tensor&, const Tensor&, double, double)> backwa
 }  // namespace
 
 Variable clamp(const Variable& x, double low, double high) {
+  const ProfileScope scope("clamp", ScopeKind::forward);
   check_floating("clamp", x);
   check(low <= high, Error::Kind::Value, "[clamp] expected low <= high, got ", low, " and ", high);
   if (kinks_wanted())

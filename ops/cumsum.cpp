@@ -46,6 +46,7 @@ const Kernel<void(Tensor&, const Tensor&, int, bool)> cumsum_kernel{"cumsum", cu
 }  // namespace
 
 Variable cumsum(const Variable& x, int axis) {
+  const ProfileScope scope("cumsum", ScopeKind::forward);
   check_floating("cumsum", x);
   axis = checked_axis("cumsum", axis, x.dim());
   return record("cumsum", {x}, mapped(cumsum_kernel, x.value(), axis, false),

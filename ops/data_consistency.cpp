@@ -1,9 +1,13 @@
+#include "torus/core/profiler.h"
 #include "torus/ops/ops.h"
 
 namespace torus {
 
 Variable data_consistency(const Variable& x, const Variable& measured, const Tensor& mask,
                           const std::vector<int>& axes) {
+  ProfileScope scope("data_consistency", ScopeKind::forward);
+  scope.show(x.value());
+  scope.show(measured.value());
   check(x.shape() == measured.shape() && x.dtype() == measured.dtype(), Error::Kind::Shape,
         "[data_consistency] expected x and measured alike, got ", x.dtype(), " ", x.shape(), " and ",
         measured.dtype(), " ", measured.shape());

@@ -72,6 +72,7 @@ const Kernel<void(Tensor&, const Tensor&, const Tensor&, DropoutDraws)> dropout_
 }  // namespace
 
 Variable dropout(const Variable& x, double p, Generator& generator, const Variable& residual) {
+  const ProfileScope scope("dropout", ScopeKind::forward);
   check(p >= 0 && p <= 1, Error::Kind::Value, "[dropout] p must be in [0, 1], got ", p);
   check_floating("dropout", x);
   if (residual.defined()) {

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "torus/core/profiler.h"
 #include "torus/ops/ops.h"
 
 namespace torus {
@@ -63,6 +64,9 @@ Variable without_lone(const Variable& x, Letters& letters, const Equation& equat
 }  // namespace
 
 Variable einsum(const std::string& equation, const Variable& a, const Variable& b) {
+  ProfileScope scope("einsum", ScopeKind::forward);
+  scope.show(a.value());
+  scope.show(b.value());
   const Equation wanted = parsed(equation);
   for (const auto& [letters, operand] : {std::pair(wanted.a, a), std::pair(wanted.b, b)})
     check(static_cast<int>(letters.size()) == operand.dim(), Error::Kind::Shape, "[einsum] \"", letters,

@@ -129,6 +129,7 @@ Variable fft_by_matrices(const Variable& x, const std::vector<int>& axes, bool i
 }  // namespace
 
 Variable fft(const Variable& x, const std::vector<int>& axes, bool inverse) {
+  const ProfileScope scope("fft", ScopeKind::forward);
   check_floating("fft", x);
   check(x.dim() >= 1 && x.size(-1) == 2, Error::Kind::Shape,
         "[fft] expected complex numbers, a last axis of 2, got ", x.shape());

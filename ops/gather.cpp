@@ -134,11 +134,13 @@ Variable gather_along(const char* op, const Variable& x, int axis, const Tensor&
 }  // namespace
 
 Variable gather(const Variable& x, int axis, const Tensor& index) {
+  const ProfileScope scope("gather", ScopeKind::forward);
   axis = checked_axis("gather", axis, x.dim());
   return gather_along("gather", x, axis, stretched_index("gather", x.value(), index, axis, x.shape()));
 }
 
 Variable index_select(const Variable& x, int axis, const Tensor& index) {
+  const ProfileScope scope("index_select", ScopeKind::forward);
   axis = checked_axis("index_select", axis, x.dim());
   check(index.dim() == 1, Error::Kind::Shape, "[index_select] index must have one axis, got ", index.shape());
   Shape shape;
@@ -148,6 +150,7 @@ Variable index_select(const Variable& x, int axis, const Tensor& index) {
 }
 
 Variable scatter_add(const Variable& x, int axis, const Tensor& index, const Variable& source) {
+  const ProfileScope scope("scatter_add", ScopeKind::forward);
   check_floating("scatter_add", x);
   axis = checked_axis("scatter_add", axis, x.dim());
   check(x.dtype() == source.dtype(), Error::Kind::DType, "[scatter_add] expected one dtype, got ", x.dtype(),
@@ -169,6 +172,8 @@ Variable scatter_add(const Variable& x, int axis, const Tensor& index, const Var
 }
 
 Tensor one_hot(const Tensor& indices, int64_t classes, DType dtype) {
+  ProfileScope scope("one_hot", ScopeKind::forward);
+  scope.show(indices);
   check(indices.dtype() == i64, Error::Kind::DType, "[one_hot] indices must be i64, got ", indices.dtype());
   check_kernel(indices.device(), "one_hot", indices, classes);
   Shape shape = indices.shape();

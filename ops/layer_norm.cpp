@@ -127,6 +127,7 @@ const Kernel<void(Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&, const
 }  // namespace
 
 Variable layer_norm(const Variable& x, const Variable& weight, const Variable& bias, double eps) {
+  const ProfileScope scope("layer_norm", ScopeKind::forward);
   check(x.dim() >= 1, Error::Kind::Shape, "[layer_norm] x must have at least one axis");
   check_floating("layer_norm", x);
   check_channels("layer_norm", "weight", weight, x);

@@ -1,6 +1,7 @@
 #include "torus/ops/linear.h"
 
 #include "torus/core/gemm.h"
+#include "torus/core/profiler.h"
 #include "torus/core/strided.h"
 #include "torus/ops/ops.h"
 
@@ -54,6 +55,7 @@ Tensor aligned_rows(int64_t rows, int64_t columns, DType dtype, Device device) {
 }  // namespace
 
 Variable linear(const Variable& x, const Variable& weight, const Variable& bias, const Variable& residual) {
+  const ProfileScope scope("linear", ScopeKind::forward);
   const Shape shape = check_linear("linear", x.shape(), x, weight, bias, residual);
   const Tensor rows = as_rows(x.value());
   Tensor y = aligned_rows(rows.size(0), shape.back(), x.dtype(), x.device());

@@ -1,4 +1,5 @@
 #include "torus/core/gemm.h"
+#include "torus/core/profiler.h"
 #include "torus/core/strided.h"
 #include "torus/ops/ops.h"
 
@@ -25,6 +26,7 @@ Tensor multiplied(const Tensor& a, const Tensor& b) {
 }  // namespace
 
 Variable matmul(const Variable& a, const Variable& b) {
+  const ProfileScope scope("matmul", ScopeKind::forward);
   check(a.dim() >= 2 && b.dim() >= 2, Error::Kind::Shape, "[matmul] expected matrices, got ", a.shape(),
         " and ", b.shape());
   check(a.dtype() == b.dtype() && is_floating(a.dtype()), Error::Kind::DType,

@@ -1,4 +1,5 @@
 #include "torus/core/gemm.h"
+#include "torus/core/profiler.h"
 #include "torus/core/strided.h"
 #include "torus/ops/gelu.h"
 #include "torus/ops/linear.h"
@@ -8,6 +9,7 @@ namespace torus {
 
 Variable mlp(const Variable& x, const Variable& up, const Variable& up_bias, const Variable& down,
              const Variable& down_bias, const Variable& residual, Gelu form) {
+  const ProfileScope scope("mlp", ScopeKind::forward);
   const Shape shape =
       check_linear("mlp", check_linear("mlp", x.shape(), x, up, up_bias), x, down, down_bias, residual);
   const Tensor rows = as_rows(x.value());

@@ -43,6 +43,7 @@ const TernaryKernel exponent_backward_kernel{"pow.exponent_backward", map<[](aut
 }  // namespace
 
 Variable pow(const Variable& x, double exponent) {
+  const ProfileScope scope("pow", ScopeKind::forward);
   check_floating("pow", x);
   // Saved: x.
   return record("pow", {x}, mapped(scalar_kernel, x.value(), exponent),
@@ -53,6 +54,7 @@ Variable pow(const Variable& x, double exponent) {
 }
 
 Variable pow(const Variable& x, const Variable& exponent) {
+  const ProfileScope scope("pow", ScopeKind::forward);
   const auto [base, power] = broadcast("pow", x, exponent);
   // Saved: both operands.
   return record("pow", {x, exponent}, mapped(pow_kernel, base, power),

@@ -122,6 +122,7 @@ Extreme find_extreme(const char* op, const ExtremeKernel& kernel, const Variable
 }
 
 Variable extreme(const char* op, const ExtremeKernel& kernel, const Variable& x, int axis, bool keep) {
+  const ProfileScope scope(op, ScopeKind::forward);
   check_floating(op, x);
   axis = checked_axis(op, axis, x.dim());
   const auto [y, place] = find_extreme(op, kernel, x, axis);
@@ -156,11 +157,13 @@ const Kernel<void(Tensor&, const Tensor&, const Tensor&, const Tensor&, double)>
 }  // namespace
 
 Variable sum(const Variable& x, const std::vector<int>& axes, bool keep) {
+  const ProfileScope scope("sum", ScopeKind::forward);
   check_floating("sum", x);
   return sum_axes("sum", x, reduced_shapes("sum", x.shape(), axes), keep, 1);
 }
 
 Variable mean(const Variable& x, const std::vector<int>& axes, bool keep) {
+  const ProfileScope scope("mean", ScopeKind::forward);
   check_floating("mean", x);
   const Reduced shapes = reduced_shapes("mean", x.shape(), axes);
   const int64_t count = count_reduced(x.shape(), shapes);
@@ -173,6 +176,8 @@ Variable max(const Variable& x, int axis, bool keep) { return extreme("max", max
 Variable min(const Variable& x, int axis, bool keep) { return extreme("min", min_kernel, x, axis, keep); }
 
 Tensor argmax(const Variable& x, int axis, bool keep) {
+  ProfileScope scope("argmax", ScopeKind::forward);
+  scope.show(x.value());
   check_floating("argmax", x);
   axis = checked_axis("argmax", axis, x.dim());
   const Tensor place = find_extreme("argmax", max_kernel, x, axis).place;
@@ -180,6 +185,7 @@ Tensor argmax(const Variable& x, int axis, bool keep) {
 }
 
 Variable var(const Variable& x, const std::vector<int>& axes, bool keep, int64_t correction) {
+  const ProfileScope scope("var", ScopeKind::forward);
   check_floating("var", x);
   const Reduced shapes = reduced_shapes("var", x.shape(), axes);
   const int64_t count = count_reduced(x.shape(), shapes);

@@ -89,6 +89,7 @@ const Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&,
 }  // namespace
 
 Variable rms_norm(const Variable& x, const Variable& weight, double eps) {
+  const ProfileScope scope("rms_norm", ScopeKind::forward);
   check(x.dim() >= 1, Error::Kind::Shape, "[rms_norm] x must have at least one axis");
   check_floating("rms_norm", x);
   check_channels("rms_norm", "weight", weight, x);

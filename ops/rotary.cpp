@@ -90,6 +90,7 @@ std::vector<int64_t> turns(int64_t length, int64_t pairs) {
 }  // namespace
 
 Variable rotary(const Variable& x, const Tensor& codes) {
+  const ProfileScope scope("rotary", ScopeKind::forward);
   check_floating("rotary", x);
   check(x.dim() >= 2 && x.size(-1) % 2 == 0, Error::Kind::Shape,
         "[rotary] expected x [..., N, D] with D even, got ", x.shape());

@@ -1,21 +1,25 @@
+#include "torus/core/profiler.h"
 #include "torus/core/tensor.h"
 #include "torus/ops/ops.h"
 
 namespace torus {
 
 Variable reshape(const Variable& x, const Shape& shape) {
+  const ProfileScope scope("reshape", ScopeKind::forward);
   return record(
       "reshape", {x}, x.value().reshape(shape),
       [old = x.shape()](const OutputGrads& grads) -> std::vector<Tensor> { return {grads[0].reshape(old)}; });
 }
 
 Variable transpose(const Variable& x, int a, int b) {
+  const ProfileScope scope("transpose", ScopeKind::forward);
   return record(
       "transpose", {x}, x.value().transpose(a, b),
       [a, b](const OutputGrads& grads) -> std::vector<Tensor> { return {grads[0].transpose(a, b)}; });
 }
 
 Variable permute(const Variable& x, const std::vector<int>& order) {
+  const ProfileScope scope("permute", ScopeKind::forward);
   const Tensor y = x.value().permute(order);
   std::vector<int> inverse(order.size());
   for (int i = 0; i < x.dim(); ++i) {
@@ -29,6 +33,7 @@ Variable permute(const Variable& x, const std::vector<int>& order) {
 
 Variable slice(const Variable& x, int axis, int64_t first, int64_t last, int64_t step) {
   if (first == 0 && last == x.size(axis) && step == 1) return x;
+  const ProfileScope scope("slice", ScopeKind::forward);
   return record("slice", {x}, x.value().slice(axis, first, last, step),
                 [=, shape = x.shape()](const OutputGrads& grads) -> std::vector<Tensor> {
                   Tensor dx = Tensor::zeros(shape, grads[0].dtype(), grads[0].device());
@@ -38,12 +43,14 @@ Variable slice(const Variable& x, int axis, int64_t first, int64_t last, int64_t
 }
 
 Variable expand(const Variable& x, const Shape& shape) {
+  const ProfileScope scope("expand", ScopeKind::forward);
   // The engine sums the gradient back to x.
   return record("expand", {x}, x.value().expand(shape),
                 [](const OutputGrads& grads) -> std::vector<Tensor> { return {grads[0]}; });
 }
 
 Variable cat(const std::vector<Variable>& parts, int axis) {
+  const ProfileScope scope("cat", ScopeKind::forward);
   check(!parts.empty(), Error::Kind::Shape, "[cat] expected at least one part, got none");
   const Variable& first = parts[0];
   axis = checked_axis("cat", axis, first.dim());
@@ -72,6 +79,7 @@ Variable cat(const std::vector<Variable>& parts, int axis) {
 }
 
 Variable stack(const std::vector<Variable>& parts, int axis) {
+  const ProfileScope scope("stack", ScopeKind::forward);
   check(!parts.empty(), Error::Kind::Shape, "[stack] expected at least one part, got none");
   const Variable& first = parts[0];
   axis = checked_axis("stack", axis, first.dim() + 1);
@@ -115,6 +123,7 @@ Tensor joined(const OutputGrads& grads, const std::vector<int64_t>& starts, int 
 }  // namespace
 
 std::vector<Variable> split(const Variable& x, const std::vector<int64_t>& sizes, int axis) {
+  const ProfileScope scope("split", ScopeKind::forward);
   axis = checked_axis("split", axis, x.dim());
   std::vector<int64_t> starts{0};
   for (int64_t size : sizes) {

@@ -225,6 +225,7 @@ const Kernel<void(Tensor&, const Tensor&, const Tensor&, int, bool)> backward_ke
                                                                                      softmax_backward_cpu};
 
 Variable softmax_of(const char* op, const Variable& x, int axis, bool logarithm) {
+  const ProfileScope scope(op, ScopeKind::forward);
   check_floating(op, x);
   axis = checked_axis(op, axis, x.dim());
   Tensor y = Tensor::empty(x.shape(), x.dtype(), x.device());
@@ -242,6 +243,8 @@ Variable softmax_of(const char* op, const Variable& x, int axis, bool logarithm)
 
 Variable softmax(const Variable& x, int axis) { return softmax_of("softmax", x, axis, false); }
 Tensor& softmax_(Tensor& x, int axis) {
+  ProfileScope scope("softmax_", ScopeKind::forward);
+  scope.show(x);
   check_floating("softmax_", x);
   check(x.is_contiguous(), Error::Kind::Shape, "[softmax_] x must be contiguous, got strides ", x.strides());
   // Each slice is read before it is written, and each element by the thread that writes it.
@@ -251,6 +254,7 @@ Tensor& softmax_(Tensor& x, int axis) {
 Variable log_softmax(const Variable& x, int axis) { return softmax_of("log_softmax", x, axis, true); }
 
 Variable logsumexp(const Variable& x, int axis, bool keep) {
+  const ProfileScope scope("logsumexp", ScopeKind::forward);
   check_floating("logsumexp", x);
   axis = checked_axis("logsumexp", axis, x.dim());
   Shape shape = x.shape();

@@ -20,6 +20,7 @@ struct Function {
 };
 
 Variable apply(const Function& f, const Variable& x) {
+  const ProfileScope scope(f.name, ScopeKind::forward);
   check_floating(f.name, x);
   const Tensor y = mapped(f.forward, x.value());
   // Saved: x or y, as the function says.

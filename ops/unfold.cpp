@@ -97,6 +97,7 @@ Tensor Patches::folded(const Tensor& tokens) const {
 }  // namespace
 
 Variable unfold(const Variable& x, const std::vector<int64_t>& patch, const std::vector<int64_t>& stride) {
+  const ProfileScope scope("unfold", ScopeKind::forward);
   check_floating("unfold", x);
   check(x.dim() >= 3, Error::Kind::Shape, "[unfold] expected x [B, C, grid...], got ", x.shape());
   const Patches patches("unfold", x.shape().slice(2, x.dim()), patch, stride);
@@ -107,6 +108,7 @@ Variable unfold(const Variable& x, const std::vector<int64_t>& patch, const std:
 
 Variable fold(const Variable& tokens, const std::vector<int64_t>& grid, const std::vector<int64_t>& patch,
               const std::vector<int64_t>& stride) {
+  const ProfileScope scope("fold", ScopeKind::forward);
   check_floating("fold", tokens);
   const Patches patches("fold", Shape(grid), patch, stride);
   const int64_t width = patches.patch.numel(), count = patches.count.numel();

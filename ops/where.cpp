@@ -79,6 +79,7 @@ Tensor checked_mask(const char* op, const Tensor& x, const Tensor& mask) {
 }  // namespace
 
 Variable where(const Tensor& condition, const Variable& a, const Variable& b) {
+  const ProfileScope scope("where", ScopeKind::forward);
   check(condition.dtype() == boolean, Error::Kind::DType, "[where] condition must be bool, got ",
         condition.dtype());
   check(a.dtype() == b.dtype(), Error::Kind::DType, "[where] expected one dtype, got ", a.dtype(), " and ",
@@ -98,16 +99,20 @@ Variable where(const Tensor& condition, const Variable& a, const Variable& b) {
 }
 
 Variable masked_fill(const Variable& x, const Tensor& mask, double value) {
+  const ProfileScope scope("masked_fill", ScopeKind::forward);
   const Tensor which = checked_mask("masked_fill", x.value(), mask);
   // Saved: only the mask; filled elements get no gradient.
-  return record("masked_fill", {x}, chosen(which, constant(value, x.value()), x.value()),
-                [saved = Saved(which)](const OutputGrads& grads) -> std::vector<Tensor> {
-                  return {chosen(saved.get(), constant(0, grads[0]), grads[0])};
-                },
-                Infinities::both);
+  return record(
+      "masked_fill", {x}, chosen(which, constant(value, x.value()), x.value()),
+      [saved = Saved(which)](const OutputGrads& grads) -> std::vector<Tensor> {
+        return {chosen(saved.get(), constant(0, grads[0]), grads[0])};
+      },
+      Infinities::both);
 }
 
 Tensor& masked_fill_(Tensor& x, const Tensor& mask, double value) {
+  ProfileScope scope("masked_fill_", ScopeKind::forward);
+  scope.show(x);
   const Tensor which = checked_mask("masked_fill_", x, mask);
   for (int axis = 0; axis < x.dim(); ++axis)
     check(x.size(axis) <= 1 || x.strides()[axis] != 0, Error::Kind::Shape,

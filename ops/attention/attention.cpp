@@ -193,6 +193,7 @@ BackendScope::~BackendScope() { allowed_backends = outer_; }
 
 AttentionOutput attention(const Variable& q, const Variable& k, const Variable& v,
                           const AttentionOptions& options) {
+  ProfileScope op_scope("attention", ScopeKind::forward);
   check_shapes(q.value(), k.value(), v.value());
   check(options.dropout >= 0 && options.dropout <= 1, Error::Kind::Value,
         "[attention] dropout must be in [0, 1], got ", options.dropout);
@@ -251,7 +252,10 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
     check(packed->lengths.device() == q.device(), Error::Kind::Device,
           "[attention] lengths of documents must be on ", q.device(), " as q, got ",
           packed->lengths.device());
-  if (reference_only) return detail::reference_attention(q, k, v, problem);
+  if (reference_only) {
+    for (const Variable* x : {&q, &k, &v}) op_scope.show(x->value());
+    return detail::reference_attention(q, k, v, problem);
+  }
 
   const AttentionBackend& backend = choose(problem, options.backend);
   Tensor out = detail::empty_heads(problem.batch(), problem.heads(), problem.queries(), problem.value_width(),

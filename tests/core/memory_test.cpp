@@ -16,6 +16,15 @@ extern "C" const char* __asan_default_options() { return "allocator_may_return_n
 namespace torus {
 namespace {
 
+TEST(Device, PeakFlopsAreKnownByTheNameOfAChip) {
+  EXPECT_EQ(peak_flops("NVIDIA H200", bf16), 989.5e12);
+  EXPECT_EQ(peak_flops("NVIDIA H100 PCIe", f16), 756e12);
+  EXPECT_EQ(peak_flops("NVIDIA H100 80GB HBM3", f32), 67e12);
+  EXPECT_EQ(peak_flops("NVIDIA A100-SXM4-80GB", f64), 19.5e12);
+  for (const char* unknown : {"NVIDIA Unheard-of 9000", "cpu", ""}) EXPECT_EQ(peak_flops(unknown, bf16), 0);
+  EXPECT_EQ(peak_flops(cpu, f32), 0);
+}
+
 TEST(Memory, CountsLiveAndPeakBytes) {
   const MemoryStats before = memory_stats();
   reset_peak_memory();

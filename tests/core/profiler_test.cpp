@@ -2,10 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cctype>
 #include <cstdlib>
 #include <map>
 #include <memory>
+#include <optional>
+#include <span>
 #include <sstream>
 #include <thread>
 
@@ -198,6 +201,91 @@ TEST(Profiler, ScopesNestAndSharesAddUp) {
     ++count;
   }
   EXPECT_EQ(count, static_cast<int>(summary.rows.size()));
+}
+
+// A kernel is part of the innermost op around it, and its time is the op's own.
+TEST(Profiler, KernelsArePartsOfTheirOp) {
+  Tensor y = Tensor::empty({3});
+  const Tensor x = Tensor::zeros({3});
+  Profiler profiler;
+  {
+    const ProfileScope step("step");
+    {
+      const ProfileScope outer("einsum", ScopeKind::forward);
+      scale(cpu, y, x, 1);
+      const ProfileScope inner("matmul", ScopeKind::forward);
+      detail::show_in_forward("einsum", x);  // not the innermost
+      detail::show_in_forward("matmul", x);
+      run_product();
+    }
+    {
+      const ProfileScope node("matmul", ScopeKind::backward);
+      const ProfileScope named("half");
+      run_product();
+      run_product();
+    }
+    run_product();
+  }
+  const ProfileSummary summary = profiler.summary();
+  std::map<std::string, double> own;
+  double total = 0;
+  std::string title;
+  for (const auto& row : summary.rows) {
+    if (row.op.empty()) {
+      title = row.name + ' ' + name(row.kind);
+      total += row.share;
+    } else {
+      EXPECT_EQ(row.kind, ScopeKind::kernel);
+      EXPECT_EQ(row.op, title) << "kernels follow their op";
+      EXPECT_LE(row.own_seconds, own[row.op]);
+    }
+    own[title + (row.op.empty() ? "" : "/" + row.name)] = row.own_seconds;
+  }
+  EXPECT_NEAR(total, 1, 1e-12);
+  for (const char* expected :
+       {"einsum forward/test.scale", "matmul forward/product", "matmul backward/product", "product kernel"})
+    EXPECT_TRUE(own.contains(expected)) << expected;
+  EXPECT_FALSE(own.contains("einsum forward/product"));
+  EXPECT_EQ(summary.row("product").calls, 4);
+  EXPECT_EQ(summary.row("einsum", ScopeKind::forward).flops,
+            summary.row("matmul", ScopeKind::forward).flops + 3);
+  for (const ProfileEvent& event : profiler.events()) {
+    if (event.kind == ScopeKind::forward) {
+      EXPECT_EQ(event.shapes, event.name == "matmul" ? "f32 [3]" : "");
+    }
+  }
+
+  // An op that recording did not see end has no row; its kernels have.
+  profiler.stop();
+  std::optional<Profiler> second(std::in_place);
+  const ProfileScope open("matmul", ScopeKind::forward);
+  scale(cpu, y, x, 1);
+  second->stop();
+  ASSERT_EQ(second->summary().rows.size(), 1u);
+  EXPECT_EQ(second->summary().rows[0].op, "");
+  EXPECT_EQ(second->summary().rows[0].share, 1);
+}
+
+struct Moment {
+  Tensor value, absent;
+  std::array<Tensor, 2> tensors() const { return {value, absent}; }
+};
+const Kernel<void(std::span<const Tensor>)> of_list{"test.of_list", [](std::span<const Tensor>) {}};
+const Kernel<void(std::vector<Moment>&)> of_structs{"test.of_structs", [](std::vector<Moment>&) {}};
+
+TEST(Profiler, CountsTheTensorsOfLists) {
+  const std::vector<Tensor> list(100, Tensor::zeros({2, 3}));
+  std::vector<Moment> structs{{list[0], {}}, {list[1], {}}};
+  Profiler profiler;
+  of_list(cpu, list);
+  of_structs(cpu, structs);
+  const ProfileSummary summary = profiler.summary();
+  EXPECT_EQ(summary.row("test.of_list").bytes, 100 * 24);
+  EXPECT_EQ(summary.row("test.of_structs").bytes, 2 * 24);
+  for (const ProfileEvent& event : profiler.events()) {
+    EXPECT_LT(event.shapes.size(), 320u);
+    EXPECT_EQ(event.shapes.ends_with("f32 [2, 3], ..."), event.name == "test.of_list") << event.shapes;
+  }
 }
 
 TEST(Profiler, RecordsOnlyWhileOn) {

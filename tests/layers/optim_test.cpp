@@ -9,6 +9,7 @@
 #include "layers/compare.h"
 #include "torus/core/hdf5.h"
 #include "torus/core/parallel.h"
+#include "torus/core/profiler.h"
 
 namespace torus {
 namespace {
@@ -227,6 +228,19 @@ TEST(Optimizer, KeepsOnlyTheStateThatItNeeds) {
   EXPECT_ERROR(SGD({}, {.nesterov = true}), Value, "[sgd] nesterov needs momentum, got 0");
   EXPECT_ERROR(Muon(golden_parameters(f32), {.orthogonalizes = [](const NamedParameter&) { return true; }}),
                Shape, "[muon] b has shape [5]; only matrices can be orthogonalised");
+}
+
+TEST(Optimizer, StepsAreProfiledWithTheirBytes) {
+  std::vector<NamedParameter> parameters{{"a", Parameter(randn({4, 5}))}, {"b", Parameter(randn({6}))}};
+  for (auto& [name, parameter] : parameters) parameter.mutable_grad() = randn(parameter.shape());
+  AdamW optimizer(parameters, {});
+  Profiler profiler;
+  clip_grad_norm({parameters[0].parameter, parameters[1].parameter}, 1);
+  optimizer.step();
+  const ProfileSummary summary = profiler.summary();
+  EXPECT_EQ(summary.row("adamw.step").bytes, 4 * 4 * 26);  // value, gradient, two moments
+  EXPECT_GE(summary.row("grad_norm").bytes, 4 * 26);
+  EXPECT_GE(summary.row("clip_grad_norm").bytes, 4 * 26);
 }
 
 TEST(Lion, TakesNoStepWithoutDirectionAndKeepsNaN) {

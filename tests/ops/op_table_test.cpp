@@ -7,6 +7,7 @@
 
 #include "torus/autograd/gradcheck.h"
 #include "torus/core/parallel.h"
+#include "torus/core/profiler.h"
 
 namespace torus::testing {
 namespace {
@@ -266,6 +267,26 @@ TEST_P(OpTable, OnlyWantedGradients) {
 }
 
 // The same computation on both devices: each case in f64 and f32, the first and the largest in 16 bits too.
+// Each node on the tape was made by an op that a profiler shows by the same name, with its shapes.
+TEST_P(OpTable, IsProfiled) {
+  const Row& row = GetParam();
+  Tape tape;
+  Variables leaves;
+  for (const Tensor& input : random_inputs(row, row.cases[0], f32)) leaves.emplace_back(input, true);
+  Profiler profiler;
+  row.op(leaves);
+  profiler.stop();
+  const ProfileSummary summary = profiler.summary();
+  const TapeSummary recorded = tape.summary();
+  EXPECT_GT(recorded.nodes, 0);
+  for (const TapeSummary::Row& node : recorded.rows)
+    EXPECT_GE(summary.row(node.op, ScopeKind::forward).calls, node.nodes) << node.op;
+  for (const ProfileEvent& event : profiler.events())
+    if (event.kind == ScopeKind::forward) {
+      EXPECT_NE(event.shapes, "") << event.name;
+    }
+}
+
 TEST_P(OpTable, CudaAgreesWithTheCpu) {
   if (!cuda_available()) GTEST_SKIP() << "no CUDA device";
   const Row& row = GetParam();

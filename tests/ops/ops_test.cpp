@@ -10,6 +10,7 @@
 
 #include "torus/autograd/gradcheck.h"
 #include "torus/core/memory.h"
+#include "torus/core/profiler.h"
 
 namespace torus {
 namespace {
@@ -661,16 +662,18 @@ TEST(DataConsistency, PutsInWhatWasMeasured) {
   mask.slice(2, 1, 12, 3).fill_(1);
   mask.select(0, 1).slice(1, 5, 8).fill_(1);
   const Variable y = data_consistency(Variable(x), Variable(scan), mask, {2});
-  const auto before = fft(Variable(x), {2}).value().to_vector<double>(), after = fft(y, {2}).value().to_vector<double>(),
-             measured = scan.to_vector<double>(), is_measured = mask.expand(x.shape()).to_vector<double>();
+  const auto before = fft(Variable(x), {2}).value().to_vector<double>(),
+             after = fft(y, {2}).value().to_vector<double>(), measured = scan.to_vector<double>(),
+             is_measured = mask.expand(x.shape()).to_vector<double>();
   for (size_t i = 0; i < after.size(); ++i)
     EXPECT_NEAR(after[i], is_measured[i] != 0 ? measured[i] : before[i], 1e-13) << i;
   const auto once = y.value().to_vector<double>(),
              twice = data_consistency(y, Variable(scan), mask, {2}).value().to_vector<double>();
   for (size_t i = 0; i < once.size(); ++i) EXPECT_NEAR(twice[i], once[i], 1e-13);
-  expect_error(Error::Kind::Shape,
-               "[data_consistency] expected x and measured alike, got f64 [2, 5, 12, 2] and f64 [1, 5, 12, 2]",
-               [&] { data_consistency(Variable(x), Variable(scan.slice(0, 0, 1)), mask, {2}); });
+  expect_error(
+      Error::Kind::Shape,
+      "[data_consistency] expected x and measured alike, got f64 [2, 5, 12, 2] and f64 [1, 5, 12, 2]",
+      [&] { data_consistency(Variable(x), Variable(scan.slice(0, 0, 1)), mask, {2}); });
 }
 
 TEST(Ops, RotaryOnAGridIsPeriodicWhereAsked) {
@@ -767,6 +770,30 @@ TEST(Ops, CastCarriesGradientsBetweenFloatsOnly) {
   tape.backward(sum(cast(x, bf16)));
   EXPECT_EQ(x.grad().dtype(), f32);
   EXPECT_EQ(x.grad().to_vector<double>(), (std::vector<double>{1, 1}));
+}
+
+// Ops that are made of others, or give no gradient, have their names too.
+TEST(Ops, AreProfiledByTheirNames) {
+  const Variable x(randn({3, 4, 2}));
+  const Tensor mask = Tensor::full({3, 4, 2}, 1, boolean);
+  Tensor memory = randn({3, 4});
+  Profiler profiler;
+  einsum("abc,dbc->ad", x, x);
+  argmax(x, 1);
+  one_hot(Tensor::zeros({2}, i64), 3);
+  softmax_(memory);
+  masked_fill_(memory, Tensor::full({3, 4}, 1, boolean), 2);
+  data_consistency(x, x, mask, {0});
+  recompute([](const Variable& v) { return v * v; }, x);
+  const ProfileSummary summary = profiler.summary();
+  for (const char* name : {"einsum", "argmax", "one_hot", "softmax_", "masked_fill_", "data_consistency"})
+    EXPECT_EQ(summary.row(name, ScopeKind::forward).calls, 1) << name;
+  // What runs inside is not counted twice, and its operations are the outer one's too.
+  EXPECT_EQ(summary.row("einsum", ScopeKind::forward).flops, 2. * 3 * 3 * 8);
+  EXPECT_EQ(summary.row("matmul", ScopeKind::forward).flops, 2. * 3 * 3 * 8);
+  double share = 0;
+  for (const auto& row : summary.rows) share += row.op.empty() ? row.share : 0;
+  EXPECT_NEAR(share, 1, 1e-12);
 }
 
 // ------------------------------------------------------------------------------------------------ memory
