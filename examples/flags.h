@@ -1,9 +1,11 @@
-// Flags of a program that trains, and their values in its checkpoints.
+// Flags of programs, what their values may be, and those that a checkpoint keeps.
 #pragma once
 
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <cmath>
+#include <cstdlib>
 #include <filesystem>
 #include <iostream>
 #include <map>
@@ -11,9 +13,34 @@
 #include <variant>
 #include <vector>
 
+#include "torus/core/device.h"
 #include "torus/core/error.h"
 #include "torus/core/hdf5.h"
 #include "training.h"
+
+/// A rule for the value of a flag: a finite number for which `holds` is true.
+inline CLI::Validator number_rule(const std::string& what, bool (*holds)(double)) {
+  const auto complaint = [=](const std::string& text) {
+    char* end = nullptr;
+    const double value = std::strtod(text.c_str(), &end);
+    const bool good = end != text.c_str() && *end == '\0' && std::isfinite(value) && holds(value);
+    return good ? std::string()
+                : "expected " + what + (std::isinf(value) ? ", finite" : "") + ", got " + text;
+  };
+  return CLI::Validator(complaint, "");
+}
+inline const CLI::Validator above_0 = number_rule("a number above 0", [](double x) { return x > 0; });
+inline const CLI::Validator at_least_0 =
+    number_rule("a number of at least 0", [](double x) { return x >= 0; });
+inline const CLI::Validator from_0_to_1 =
+    number_rule("a number from 0 to 1", [](double x) { return x >= 0 && x <= 1; });
+
+/// --device, of a program that computes.
+inline void add_device(CLI::App& app, torus::Device& device,
+                       const std::string& help = "cpu (default) or cuda") {
+  const auto set = [&device](const std::string& name) { device = name == "cuda" ? torus::cuda : torus::cpu; };
+  app.add_option_function<std::string>("--device", set, help)->check(CLI::IsMember({"cpu", "cuda"}));
+}
 
 using Settings = std::map<std::string, std::string>;
 
@@ -22,6 +49,7 @@ using Settings = std::map<std::string, std::string>;
 struct Flag {
   std::string name, help;
   std::variant<std::string*, int64_t*, double*> value;
+  bool may_change = false;  // where a run resumes
   CLI::Option* option = nullptr;
 
   void add_to(CLI::App& app) {
@@ -39,7 +67,8 @@ struct Flag {
   }
 };
 
-/// Flags that were not given are as in the checkpoint at `path`; those that were must agree with it.
+/// Flags that were not given are as in the checkpoint at `path`; those that were must agree with it, unless
+/// they may change.
 inline void take_settings(std::vector<Flag>& flags, const Settings& saved, const std::string& path,
                           const std::string& program) {
   using torus::Error;
@@ -48,18 +77,20 @@ inline void take_settings(std::vector<Flag>& flags, const Settings& saved, const
     torus::check(found != saved.end(), Error::Kind::File, path, " does not say its --", flag.name, ": ",
                  program, " did not write it");
     if (!flag.given() && flag.text() != found->second) flag.set(found->second);
-    torus::check(flag.text() == found->second, Error::Kind::Value, "--", flag.name, " ", flag.text(),
-                 " is at odds with ", path, ", which was made with ",
+    torus::check(flag.may_change || flag.text() == found->second, Error::Kind::Value, "--", flag.name, " ",
+                 flag.text(), " is at odds with ", path, ", which was made with ",
                  found->second.empty() ? "the default" : found->second);
   }
 }
 
-/// A run of two minutes must not end with the news that it cannot be saved.
+/// A run of two minutes must not end with the news that what it made cannot be saved.
 inline void check_can_save(const std::filesystem::path& path) {
   const auto folder = path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
-  torus::check(!std::filesystem::is_directory(path) && access(folder.c_str(), W_OK) == 0,
+  const bool replaces = std::filesystem::exists(path);
+  torus::check(!std::filesystem::is_directory(path) && access(folder.c_str(), W_OK) == 0 &&
+                   (!replaces || access(path.c_str(), W_OK) == 0),
                torus::Error::Kind::File, "cannot save to ", path.string(),
-               ": it is a folder, or not in a folder that can be written");
+               ": it is a folder, or protected, or not in a folder that can be written");
 }
 
 /// A program's main: parses the flags and runs. What is wrong is one line, "name: ...", and 1 the status.

@@ -108,7 +108,7 @@ class MaskFlags {
     }
     if (size.queries == 0) size.queries = size.keys = default_tokens_;
     check(size.queries > 0, Error::Kind::Value,
-          "mask: expected --grid, --tokens or --documents (--help lists all)");
+          "expected --grid, --tokens or --documents (--help lists all)");
     Mask mask = masks.empty() ? full() : masks[0];
     for (size_t i = 1; i < masks.size(); ++i) mask = mask & masks[i];
     return {mask, size};

@@ -1,11 +1,14 @@
 // A mask that did not exist before, drawn and gradient-checked. Copy this file and change `mine`.
-#include <iostream>
-
+#include "flags.h"
 #include "mask_report.h"
 
-int main() {
-  using namespace torus;
-  try {
+using namespace torus;
+
+int main(int argc, char** argv) {
+  CLI::App app{"Draws a mask that did not exist before, and checks the gradients of attention under it."};
+  Device device = cpu;
+  add_device(app, device);
+  return run_program(app, argc, argv, "new_mask", [&] {
     // Tokens on a 6 x 8 grid whose columns form a circle. Each sees the tokens of its own row that lie an
     // even number of columns away, and all of the first row.
     const std::vector<int64_t> grid{6, 8};
@@ -22,9 +25,6 @@ int main() {
     const MaskSize size{48, 48, grid};
     show_mask(others, size);
     print_mask_costs(others, size);
-    return check_mask(others, size) && (!cuda_available() || check_mask(others, size, cuda)) ? 0 : 1;
-  } catch (const std::exception& error) {
-    std::cerr << error.what() << "\n";
-    return 1;
-  }
+    return check_mask(others, size, device) ? 0 : 1;
+  });
 }

@@ -7,12 +7,12 @@
 #include <chrono>
 #include <cmath>
 #include <functional>
-#include <iostream>
 #include <limits>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "flags.h"
 #include "mask_flags.h"
 
 using namespace torus;
@@ -21,7 +21,8 @@ namespace {
 
 struct Options {
   int64_t batch = 1, heads = 8, kv_heads = 0, width = 64, repeats = 10;
-  std::string dtype, device = "cpu", trace;
+  std::string dtype, trace;
+  Device device = cpu;
   double dropout = 0, softcap = 0;
   bool any_order = false;
 };
@@ -235,41 +236,8 @@ void print(const std::vector<Result>& results) {
   }
 }
 
-int run(int argc, char** argv) {
-  CLI::App app{
-      "Runs attention by every backend on one problem, forward and backward: the kernels that a device runs, "
-      "the\n"
-      "median time of a call, the most memory held beside the operands, and one trace for ui.perfetto.dev.\n"
-      "'reference' asks the mask pair by pair on the host, each time; 'in place' has the mask ready, one "
-      "tensor of\n"
-      "scores, and no backward. Examples:\n"
-      "  profile_attention --device cuda --tokens 4096 --causal --trace trace.json\n"
-      "  profile_attention --grid 16x16x16 --window 5 --boundary wrap --dtype f32"};
-  Options options;
-  const MaskFlags flags(app, 1024);
-  app.add_option("--batch", options.batch, "sequences (1)")->check(CLI::PositiveNumber);
-  app.add_option("--heads", options.heads, "heads of the queries (8)")->check(CLI::PositiveNumber);
-  app.add_option("--kv-heads", options.kv_heads, "heads of keys and values (as many)")
-      ->check(CLI::PositiveNumber);
-  app.add_option("--width", options.width, "channels of a head (64)")->check(CLI::PositiveNumber);
-  app.add_option("--dtype", options.dtype, "f64, f32, f16 or bf16 (f32 on the CPU, bf16 on a CUDA device)")
-      ->check(CLI::IsMember({"f64", "f32", "f16", "bf16"}));
-  app.add_option("--dropout", options.dropout, "probability of dropping a weight")
-      ->check(CLI::Range(0.0, 1.0));
-  app.add_option("--softcap", options.softcap, "limit of the scores")->check(CLI::NonNegativeNumber);
-  app.add_flag("--any-order", options.any_order,
-               "gradients may be added in any order, so that bits may differ");
-  app.add_option("--device", options.device, "cpu (default) or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
-  app.add_option("--repeats", options.repeats, "timed runs of each (10)")->check(CLI::PositiveNumber);
-  app.add_option("--trace", options.trace, "file for a trace of one run of each");
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help
-    fail(Error::Kind::Value, "profile_attention: ", error.what());
-  }
-
-  const Device device = options.device == "cuda" ? cuda : cpu;
+int run(Options& options, const MaskFlags& flags) {
+  const Device device = options.device;
   if (options.dtype.empty()) options.dtype = device == cpu ? "f32" : "bf16";
   const DType dtype = options.dtype == "f64"   ? f64
                       : options.dtype == "f32" ? f32
@@ -300,11 +268,29 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const std::exception& error) {
-    std::cout << std::flush;
-    std::cerr << error.what() << "\n";
-    return 1;
-  }
+  CLI::App app{
+      "Runs attention by every backend on one problem, forward and backward: the kernels that a device runs, "
+      "the\n"
+      "median time of a call, the most memory held beside the operands, and one trace for ui.perfetto.dev.\n"
+      "'reference' asks the mask pair by pair on the host, each time; 'in place' has the mask ready, one "
+      "tensor of\n"
+      "scores, and no backward. Examples:\n"
+      "  profile_attention --device cuda --tokens 4096 --causal --trace trace.json\n"
+      "  profile_attention --grid 16x16x16 --window 5 --boundary wrap --dtype f32"};
+  Options options;
+  const MaskFlags flags(app, 1024);
+  app.add_option("--batch", options.batch, "sequences (1)")->check(above_0);
+  app.add_option("--heads", options.heads, "heads of the queries (8)")->check(above_0);
+  app.add_option("--kv-heads", options.kv_heads, "heads of keys and values (as many)")->check(above_0);
+  app.add_option("--width", options.width, "channels of a head (64)")->check(above_0);
+  app.add_option("--dtype", options.dtype, "f64, f32, f16 or bf16 (f32 on the CPU, bf16 on a CUDA device)")
+      ->check(CLI::IsMember({"f64", "f32", "f16", "bf16"}));
+  app.add_option("--dropout", options.dropout, "probability of dropping a weight")->check(from_0_to_1);
+  app.add_option("--softcap", options.softcap, "limit of the scores")->check(at_least_0);
+  app.add_flag("--any-order", options.any_order,
+               "gradients may be added in any order, so that bits may differ");
+  add_device(app, options.device);
+  app.add_option("--repeats", options.repeats, "timed runs of each (10)")->check(above_0);
+  app.add_option("--trace", options.trace, "file for a trace of one run of each");
+  return run_program(app, argc, argv, "profile_attention", [&] { return run(options, flags); });
 }

@@ -24,9 +24,11 @@ struct Options {
   int64_t layers = 0, heads = 0, width = 0, context = 0, batch = 0, steps = 0, seed = 1;
   double lr = 0, dropout = 0;
   // What a resumed run is free to change:
-  std::string text, tokens, save, resume, log, profile, device = "cpu";
-  int64_t eval_every = 500, sample = 300, threads = 0;
-  double minutes = 0, temperature = 0.8;
+  std::string text, tokens, save, resume, log, profile;
+  Device device = cpu;
+  int64_t eval_every = 500, sample = 300, threads = 0, top_k = 0;
+  double minutes = 0, temperature = 0.8, top_p = 1;
+  bool anomaly = false;
 };
 
 // Sizes, and steps that take two cores two minutes (nano and addition), six (toy) and nine hours (char). That
@@ -99,7 +101,7 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
       {"dropout", "probability of dropping", &o.dropout},
       {"gelu", "form of the activation: exact (default), or tanh, as in GPT-2", &o.gelu},
       {"seed", "of weights, batches and dropout", &o.seed},
-      {"dtype", "f32 (default), f64, or bf16 or f16 with weights kept in f32", &o.dtype},
+      {"dtype", "f32 (default), f64, or bf16 or f16 with weights kept in f32", &o.dtype, true},
   };
   for (Flag& flag : flags) flag.add_to(app);
   const auto limit = [&](const std::string& name, const CLI::Validator& rule) {
@@ -112,28 +114,30 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
   limit("dtype", CLI::IsMember({"f32", "f64", "bf16", "f16"}));
   limit("optimizer", CLI::IsMember({"adamw", "lion", "muon", "sgd"}));
   for (const char* name : {"layers", "heads", "width", "context", "batch", "steps", "lr"})
-    limit(name, CLI::PositiveNumber);
-  limit("seed", CLI::NonNegativeNumber);
-  limit("dropout", CLI::Range(0.0, 1.0));
+    limit(name, above_0);
+  limit("seed", at_least_0);
+  limit("dropout", from_0_to_1);
 
   app.add_option("--text", o.text, "file to train on (default: the sources of Torus)");
   app.add_option("--tokens", o.tokens,
                  "file of 16-bit tokens to train on instead of a text, as llm.c writes them");
-  app.add_option("--device", o.device, "cpu (default) or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
-  app.add_option("--minutes", o.minutes, "stop after so long, at whatever step")
-      ->check(CLI::NonNegativeNumber);
+  add_device(app, o.device);
+  app.add_option("--minutes", o.minutes, "stop after so long, at whatever step")->check(at_least_0);
   app.add_option("--save", o.save, "checkpoint to write, at each evaluation and at the end");
-  app.add_option("--resume", o.resume, "checkpoint to go on from, with its flags");
-  app.add_option("--eval-every", o.eval_every, "steps between evaluations (500)")->check(CLI::PositiveNumber);
-  app.add_option("--sample", o.sample, "tokens of the sample at the end (300)")
-      ->check(CLI::NonNegativeNumber);
+  app.add_option("--resume", o.resume, "checkpoint to go on from, with its flags; --dtype may be another");
+  app.add_option("--eval-every", o.eval_every, "steps between evaluations (500)")->check(above_0);
+  app.add_option("--sample", o.sample, "tokens of the sample at the end (300)")->check(at_least_0);
   app.add_option("--temperature", o.temperature, "of the sample (0.8); 0 takes the likeliest token")
-      ->check(CLI::NonNegativeNumber);
+      ->check(at_least_0);
+  app.add_option("--top-k", o.top_k, "draw the sample from so many likeliest tokens (0: all)")
+      ->check(at_least_0);
+  app.add_option("--top-p", o.top_p, "and from the likeliest that have this probability together (1)")
+      ->check(number_rule("a number above 0, up to 1", [](double p) { return p > 0 && p <= 1; }));
+  app.add_flag("--anomaly", o.anomaly, "stop at the first op that makes a NaN or an infinity, and name it");
   app.add_option("--log", o.log, "file for one JSON object a step and evaluation");
   app.add_option("--profile", o.profile,
-                 "file for a trace of 20 steps, which Perfetto opens; prints where their time goes");
-  app.add_option("--threads", o.threads, "threads to use (default: one a processor)")
-      ->check(CLI::PositiveNumber);
+                 "file for a trace of up to 20 steps, which Perfetto opens; prints where their time goes");
+  app.add_option("--threads", o.threads, "threads to use (default: one a processor)")->check(above_0);
   return flags;
 }
 
@@ -175,7 +179,8 @@ double flops_per_token(const GPT& model) {
 
 // From step `step` and batch `position` to the end, or to where time or Ctrl-C stops it. False after Ctrl-C.
 bool train(GPT& model, Optimizer& optimizer, LossScale* scale, const Task& task, const Options& options,
-           const Settings& settings, Device device, int64_t step, int64_t position) {
+           const Settings& settings, int64_t step, int64_t position) {
+  const Device device = options.device;
   JsonLog log(options.log, step > 0);
   Prefetcher batches([&](int64_t index) { return task.batch(index); }, position);
   const auto save = [&] {
@@ -198,24 +203,29 @@ bool train(GPT& model, Optimizer& optimizer, LossScale* scale, const Task& task,
       model, optimizer, device, [&] { return model.loss(inputs, targets); }, scale);
   std::vector<double> rates;  // of the steps whose losses are not known yet
   bool stopped = false;
+  std::optional<AnomalyMode> anomaly;
+  if (options.anomaly) anomaly.emplace();
   std::optional<Profiler> profiler;
-  constexpr int profiled_steps = 20;
-  const int64_t profile_from = step + 5, profile_to = profile_from + profiled_steps;  // when all is warm
+  // When all is warm, or half of the steps that a short run has.
+  const int64_t profile_from = step + std::min<int64_t>(5, (options.steps - step) / 2),
+                profile_to = profile_from + 20;
+  const auto write_profile = [&] {
+    profiler->stop();
+    profiler->write_trace(options.profile);
+    const ProfileSummary summary = profiler->summary();
+    profiler.reset();
+    const auto steps = static_cast<double>(step - profile_from);
+    std::ostringstream table;
+    table << summary;
+    progress.note(table.str());
+    if (summary.device_kernels > 0)
+      progress.note(format("a step: %.1f kernels, %.3f ms of the device's time",
+                           double(summary.device_kernels) / steps, summary.device_seconds * 1e3 / steps));
+  };
+  const bool profiles = !options.profile.empty();
   while (step < options.steps && !stopped) {
-    if (!options.profile.empty() && step == profile_from) profiler.emplace();
-    if (profiler && step == profile_to) {
-      profiler->stop();
-      profiler->write_trace(options.profile);
-      const ProfileSummary summary = profiler->summary();
-      std::ostringstream table;
-      table << summary;
-      progress.note(table.str());
-      if (summary.device_kernels > 0)
-        progress.note(format("a step: %.1f kernels, %.3f ms of the device's time",
-                             double(summary.device_kernels) / profiled_steps,
-                             summary.device_seconds * 1e3 / profiled_steps));
-      profiler.reset();
-    }
+    if (profiles && step == profile_from) profiler.emplace();
+    if (profiler && step == profile_to) write_profile();
     const double lr =
         warmup_cosine(step, std::min<int64_t>(100, options.steps / 10), options.steps, options.lr);
     const Batch batch = batches.next();
@@ -243,6 +253,8 @@ bool train(GPT& model, Optimizer& optimizer, LossScale* scale, const Task& task,
     }
     if (!options.save.empty()) save();
   }
+  if (profiler) write_profile();
+  if (profiles && step <= profile_from) progress.note("it ended before it was warm: nothing was profiled");
   const std::string where =
       "step " + std::to_string(step) + (options.save.empty() ? "" : ", saved to " + options.save);
   if (interrupt.requested())
@@ -285,7 +297,8 @@ int run(Options& options, std::vector<Flag>& flags) {
       options.text = saved->settings["text"], options.tokens = saved->settings["tokens"];
   }
   take_preset(flags, options);
-  if (!options.save.empty()) check_can_save(options.save);
+  for (const std::string& path : {options.save, options.profile})
+    if (!path.empty()) check_can_save(path);
   if (options.threads > 0) set_num_threads(static_cast<int>(options.threads));
   manual_seed(static_cast<uint64_t>(options.seed));
 
@@ -308,11 +321,10 @@ int run(Options& options, std::vector<Flag>& flags) {
                       : options.dtype == "bf16" ? bf16
                       : options.dtype == "f16"  ? f16
                                                 : f32});
-  const Device device = options.device == "cuda" ? cuda : cpu;
-  model.to(device);
+  model.to(options.device);
   const std::unique_ptr<Optimizer> optimizer = make_optimizer(options.optimizer, model);
   std::optional<LossScale> scale;
-  if (options.dtype == "f16") scale.emplace(LossScaleOptions{}, device);
+  if (options.dtype == "f16") scale.emplace(LossScaleOptions{}, options.device);
   std::printf("model: %ld layers, %ld heads, width %ld, context %ld, %.2f M parameters\n",
               long(options.layers), long(options.heads), long(options.width), long(options.context),
               double(model.parameter_count()) / 1e6);
@@ -328,12 +340,13 @@ int run(Options& options, std::vector<Flag>& flags) {
     }
   }
 
-  const bool ended = train(model, *optimizer, scale ? &*scale : nullptr, *task, options, settings, device,
+  const bool ended = train(model, *optimizer, scale ? &*scale : nullptr, *task, options, settings,
                            saved ? saved->step : 0, saved ? saved->loader_position : 0);
   if (!ended) return 128 + SIGINT;
   model.train(false);
   Generator generator(static_cast<uint64_t>(options.seed));
-  if (options.sample > 0) task->show_sample(model, {options.sample, options.temperature, &generator});
+  if (options.sample > 0)
+    task->show_sample(model, {options.sample, options.temperature, &generator, options.top_k, options.top_p});
   std::printf("%s\n", task->conclude(task->score(model, false), untrained).c_str());
   return 0;
 }

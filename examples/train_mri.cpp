@@ -25,7 +25,8 @@ struct Options {
   // What a resumed run is free to change:
   std::vector<std::string> files, test;
   VolumeFlags reading;
-  std::string save, resume, log, png, study, device = "cpu";
+  std::string save, resume, log, png, study;
+  Device device = cpu;
   int64_t eval_every = 100, threads = 0;
   double minutes = 0;
   bool phantom = false;
@@ -67,8 +68,10 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
   limit("sampling", CLI::IsMember({"random", "equispaced"}));
   limit("dtype", CLI::IsMember({"f32", "bf16"}));
   for (const char* name : {"slices", "layers", "heads", "width", "cascades", "batch", "steps", "lr"})
-    limit(name, CLI::PositiveNumber);
-  limit("seed", CLI::NonNegativeNumber);
+    limit(name, above_0);
+  limit("seed", at_least_0);
+  limit("acceleration", number_rule("a number of at least 1", [](double x) { return x >= 1; }));
+  limit("center-fraction", from_0_to_1);
 
   app.add_option("FILES", o.files,
                  "volumes: fastMRI, ISMRMRD, MINC2, or plain HDF5; the last is kept to test on");
@@ -77,16 +80,13 @@ std::vector<Flag> add_flags(CLI::App& app, Options& o) {
   app.add_option("--png", o.png, "picture of a slice to test on (train_mri.png; of a study wrap_study.png)");
   app.add_option("--study", o.study, "wrap: an experiment instead of a training; see below; takes --steps")
       ->check(CLI::IsMember({"wrap"}));
-  app.add_option("--device", o.device, "cpu (default) or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
-  app.add_option("--minutes", o.minutes, "stop after so long, at whatever step")
-      ->check(CLI::NonNegativeNumber);
+  add_device(app, o.device);
+  app.add_option("--minutes", o.minutes, "stop after so long, at whatever step")->check(at_least_0);
   app.add_option("--save", o.save, "checkpoint to write, at each evaluation and at the end");
   app.add_option("--resume", o.resume, "checkpoint to go on from, with its flags");
-  app.add_option("--eval-every", o.eval_every, "steps between evaluations of one slab (100)")
-      ->check(CLI::PositiveNumber);
+  app.add_option("--eval-every", o.eval_every, "steps between evaluations of one slab (100)")->check(above_0);
   app.add_option("--log", o.log, "file for one JSON object a step and evaluation");
-  app.add_option("--threads", o.threads, "threads to use (default: one a processor)")
-      ->check(CLI::PositiveNumber);
+  app.add_option("--threads", o.threads, "threads to use (default: one a processor)")->check(above_0);
   app.footer(
       "Without FILES, volumes that examples/mri_volumes.sh has made of Debian's packages are used, or else "
       "phantoms.\n\n" +
@@ -482,7 +482,7 @@ void check_study(const CLI::App& app) {
 }
 
 int run(const CLI::App& app, Options& options, std::vector<Flag>& flags) {
-  const Device device = options.device == "cuda" ? cuda : cpu;
+  const Device device = options.device;
   if (options.threads > 0) set_num_threads(static_cast<int>(options.threads));
   if (options.png.empty()) options.png = options.study.empty() ? "train_mri.png" : "wrap_study.png";
   check_can_save(options.png);

@@ -328,6 +328,7 @@ int run(int argc, char** argv) {
   CLI::App app{
       "Says what is in an HDF5 file: fastMRI, ISMRMRD, MINC2, or any dataset of numbers. Never writes to "
       "it.\n"
+      "It reads and draws; nothing is computed on a device, so that there is no --device.\n"
       "Examples:\n"
       "  volume brain.mnc --png brain.png\n"
       "  volume brain.mnc --slice yspace=90 --png slice.png\n"

@@ -1,11 +1,13 @@
 // Runs `mask` and `new_mask` as a user does.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <fstream>
 #include <string>
 
 #include "core/temporary_folder.h"
 #include "examples/program.h"
+#include "torus/core/device.h"
 
 namespace torus {
 namespace {
@@ -63,6 +65,28 @@ TEST(NewMaskProgram, DrawsAndChecks) {
   EXPECT_EQ(result.status, 0) << result.text;
   EXPECT_TRUE(has(result, "gradient of k, reference")) << result.text;
   EXPECT_FALSE(has(result, "WRONG")) << result.text;
+}
+
+TEST(NewMaskProgram, TakesFlags) {
+  const ProgramOutcome help = run_program("new_mask --help");
+  EXPECT_EQ(help.status, 0);
+  EXPECT_TRUE(has(help, "--device")) << help.text;
+  for (const char* bad : {"--bogus", "--device gpu", "5x5"}) {
+    const ProgramOutcome result = run_program("new_mask " + std::string(bad));
+    EXPECT_EQ(result.status, 1) << result.text;
+    EXPECT_EQ(result.text.rfind("new_mask: ", 0), 0u) << result.text;
+    EXPECT_EQ(std::count(result.text.begin(), result.text.end(), '\n'), 1) << result.text;
+  }
+}
+
+// Whatever it computes, it can compute on a device.
+TEST(Programs, ComputeOnADevice) {
+  for (const char* command : {"mask --grid 5x5 --gradcheck --device cuda", "new_mask --device cuda"}) {
+    const ProgramOutcome result = run_program(command);
+    EXPECT_EQ(result.status, cuda_available() ? 0 : 1) << result.text;
+    EXPECT_FALSE(has(result, "WRONG")) << result.text;
+    EXPECT_TRUE(cuda_available() || has(result, "cuda")) << result.text;
+  }
 }
 
 }  // namespace

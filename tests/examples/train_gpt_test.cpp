@@ -174,6 +174,63 @@ TEST_F(TrainGpt, TrainsOnADevice) {
   }
 }
 
+// What one device saved another goes on with, to about the same losses.
+TEST_F(TrainGpt, ResumesOnAnotherDevice) {
+  if (!cuda_available()) GTEST_SKIP() << "no CUDA device";
+  const std::string flags = "--text text.txt --steps 60 --eval-every 20 --log ";
+  ASSERT_EQ(run(flags + "whole.jsonl" + tiny).status, 0) << read_file(folder / "error");
+  std::string from = flags + "parts.jsonl" + tiny + " --device cuda --minutes 1e-9";
+  for (const char* to : {"--device cpu --minutes 1e-9", "--device cuda"}) {
+    ASSERT_EQ(run(from + " --save a.h5").status, 0) << read_file(folder / "error");
+    from = std::string("--resume a.h5 --log parts.jsonl ") + to;
+  }
+  ASSERT_EQ(run(from + " --save a.h5").status, 0) << read_file(folder / "error");
+  const auto whole = losses("whole.jsonl"), parts = losses("parts.jsonl");
+  ASSERT_EQ(parts.size(), whole.size());
+  for (size_t i = 0; i < whole.size(); ++i) EXPECT_NEAR(std::stod(parts[i]), std::stod(whole[i]), 2e-2) << i;
+}
+
+// f32 to bf16 to f64 to f16 and back; the last checkpoint is of the last dtype.
+TEST_F(TrainGpt, ResumesInAnotherDtype) {
+  const std::string flags = "--text text.txt --steps 50 --eval-every 10 --log ";
+  ASSERT_EQ(run(flags + "whole.jsonl" + tiny).status, 0) << read_file(folder / "error");
+  ASSERT_EQ(run(flags + "parts.jsonl --minutes 1e-9 --save a.h5" + tiny).status, 0);
+  for (const char* dtype : {"bf16", "f64", "f16", "f32"}) {
+    const std::string to = dtype;
+    const std::string end = to == "f32" ? "" : " --minutes 1e-9";
+    const Outcome result = run("--resume a.h5 --log parts.jsonl --save a.h5 --dtype " + to + end);
+    ASSERT_EQ(result.status, 0) << dtype << result.error;
+  }
+  const auto whole = losses("whole.jsonl"), parts = losses("parts.jsonl");
+  ASSERT_EQ(parts.size(), whole.size());
+  for (size_t i = 0; i < whole.size(); ++i) EXPECT_NEAR(std::stod(parts[i]), std::stod(whole[i]), 5e-2) << i;
+  EXPECT_EQ(run("--resume a.h5").status, 0) << read_file(folder / "error");
+}
+
+// A short run's profile has the steps that there were.
+TEST_F(TrainGpt, ProfilesRunsOfAnyLength) {
+  for (const char* steps : {"40", "25", "9", "1"}) {
+    std::filesystem::remove(folder / "trace.json");
+    const Outcome result = run(std::string("--text text.txt --profile trace.json --steps ") + steps + tiny);
+    EXPECT_EQ(result.status, 0) << result.error;
+    // Each op's share, forward and backward, with its kernels.
+    for (const char* row :
+         {"\nmlp +forward +", "\nmlp +backward +", "\n  product +kernel +", "\nattention +forward +",
+          "\n  attention.backward +kernel +", "\nadamw.step +kernel +"})
+      EXPECT_TRUE(std::regex_search(result.out, std::regex(row))) << row << " in " << result.out;
+    EXPECT_NE(read_file(folder / "trace.json").find("\"mlp backward\""), std::string::npos) << steps;
+  }
+  std::filesystem::remove(folder / "trace.json");
+  const Outcome early = run("--text text.txt --profile trace.json --minutes 1e-9" + tiny);
+  EXPECT_EQ(early.status, 0) << early.error;
+  EXPECT_NE(early.out.find("nothing was profiled"), std::string::npos) << early.out;
+  expect_refused("--text text.txt --profile no/such/trace.json", "cannot save to no/such/trace.json");
+}
+
+TEST_F(TrainGpt, AnomalyNamesTheOp) {
+  expect_refused("--text text.txt --steps 50 --lr 1e30 --anomaly" + tiny, "] forward made ");
+}
+
 TEST_F(TrainGpt, InterruptFinishesTheStepAndSaves) {
   const std::string flags = "--text text.txt --steps 100000000" + tiny;
   for (int number : {SIGINT, SIGTERM}) {
@@ -231,7 +288,11 @@ TEST_F(TrainGpt, LearnsToAdd) {
 TEST_F(TrainGpt, RefusesBadFlags) {
   expect_refused("--stepps 3", "--stepps");
   expect_refused("--steps three", "--steps");
-  expect_refused("--steps 0", "--steps");
+  expect_refused("--steps 0", "--steps: expected a number above 0, got 0");
+  for (const char* flag : {"lr", "minutes", "temperature", "dropout", "top-p"})
+    for (const char* value : {"nan", "inf", "-inf", "-1", "1e999", "0x"})
+      expect_refused(std::string("--") + flag + "=" + value,
+                     std::string("--") + flag + ": expected a number");
   expect_refused("--batch -4", "--batch");
   expect_refused("--preset huge", "--preset");
   expect_refused("--dtype f8", "--dtype");

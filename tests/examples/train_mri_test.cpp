@@ -225,7 +225,10 @@ TEST_F(TrainMri, SaysWhatIsWrongInOneLine) {
   for (const auto& [flags, line] :
        {std::pair<const char*, const char*>{"none.h5", "none.h5: No such file"},
         {"--bogus", "--bogus"},
-        {"--steps 0", "--steps"},
+        {"--steps 0", "--steps: expected a number above 0, got 0"},
+        {"--lr nan", "--lr: expected a number above 0, got nan"},
+        {"--minutes inf", "--minutes: expected a number of at least 0, finite, got inf"},
+        {"--acceleration nan", "--acceleration: expected a number of at least 1, got nan"},
         {"--study moon", "--study"},
         {"--phantom --wrap q", "--wrap: expected axes of z,y,x, got q"},
         {"--phantom --undersample none", "--undersample: expected at least one axis"},
