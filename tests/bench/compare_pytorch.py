@@ -101,26 +101,37 @@ def peak(command):
 
 
 def table(directory):
-    ours, theirs = {}, {}
+    ours, theirs, rates, shares = {}, {}, {}, {}
     for path in glob.glob(directory + "/torus-*.json"):
         with open(path) as file:
             for entry in json.load(file)["benchmarks"]:
                 name = entry["name"].removesuffix("/real_time")
                 ours.setdefault(name, []).append(entry["real_time"])
+                rates.setdefault(name, []).append(entry["GFLOP/s"])
+                for part in filter(None, entry.get("label", "").split(", ")):  # "mlp backward 31.2 %"
+                    op, share, _ = part.rsplit(" ", 2)
+                    shares.setdefault(op, {}).setdefault(name, []).append(float(share))
     for path in glob.glob(directory + "/pytorch-*.json"):
         with open(path) as file:
             for name, value in json.load(file).items():
                 theirs.setdefault(name, []).append(value)
-    print(f"{'':36}{'torus ms':>10}{'PyTorch ms':>12}{'PyTorch / torus':>17}")
+    print(f"{'':34}{'torus ms':>10}{'GFLOP/s':>9}{'of product':>12}{'PyTorch ms':>12}{'PyTorch / torus':>17}")
+    product = statistics.median(rates["product/2048"])
     for name, values in ours.items():
-        mine = statistics.median(values)
+        mine, rate = statistics.median(values), statistics.median(rates[name])
         other = statistics.median(theirs[name]) if name in theirs else None
-        print(f"{name:36}{mine:10.2f}" + (f"{other:12.2f}{other / mine:16.2f}x" if other else ""))
+        print(f"{name:34}{mine:10.2f}{rate:9.1f}{100 * rate / product:10.0f} %"
+              + (f"{other:12.2f}{other / mine:16.2f}x" if other else ""))
     peaks = []
     for path in glob.glob(directory + "/peak-*"):
         with open(path) as file:
             peaks.append(float(file.read()))
-    print(f"{'peak resident MiB, all of the above':36}{max(peaks):10.0f}{max(theirs['peak MiB']):12.0f}")
+    print(f"{'peak resident MiB, all of the above':35}{max(peaks):9.0f}{max(theirs['peak MiB']):33.0f}")
+    steps = [name for name in ours if name.startswith("train/")]
+    print(f"\n{'share of a training step, %':35}" + "".join(f"{name.removeprefix('train/'):>9}" for name in steps))
+    median = lambda op, name: statistics.median(shares[op].get(name, [0]))
+    for op in sorted(shares, key=lambda op: -max(median(op, name) for name in steps)):
+        print(f"{op:35}" + "".join(f"{median(op, name):9.1f}" for name in steps))
 
 
 if __name__ == "__main__":

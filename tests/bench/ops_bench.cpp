@@ -1,7 +1,8 @@
-// Forward and backward of what a GPT's step is made of, at the sizes that the examples train; and plain
-// products.
+// Forward and backward of each row of the op table, of what a GPT's step is made of, at the sizes that the
+// examples train; and plain products.
 #include <benchmark/benchmark.h>
 
+#include "ops/op_table.h"
 #include "torus/core/gemm.h"
 #include "torus/layers/transformer.h"
 #include "torus/ops/attention/attention.h"
@@ -105,7 +106,38 @@ void add_product(int64_t m, int64_t n, int64_t k, const char* form) {
       ->Unit(benchmark::kMicrosecond);
 }
 
+// A row of the op table on its large inputs, in f32, with the bytes of its kernels.
+void add_row(const testing::Row& row) {
+  benchmark::RegisterBenchmark(
+      ("table/" + row.name).c_str(),
+      [=](benchmark::State& state) {
+        Generator generator(0);
+        Inputs inputs;
+        for (const Shape& shape : row.large)
+          inputs.push_back(Variable(rand(shape, row.low, row.high, f32, generator), true));
+        std::vector<Tensor> seeds;
+        for (const Variable& output : row.op(inputs))
+          seeds.push_back(randn(output.shape(), 0, 1, f32, generator));
+        const auto step = [&] {
+          Tape tape;
+          tape.backward(row.op(inputs), seeds);
+          for (Variable& input : inputs) input.zero_grad();
+        };
+        for (auto _ : state) step();
+        Profiler profiler;
+        step();
+        profiler.stop();
+        double bytes = 0;
+        for (const ProfileEvent& event : profiler.events())
+          if (event.kind == ScopeKind::kernel) bytes += event.bytes;
+        state.SetBytesProcessed(static_cast<int64_t>(bytes) * state.iterations());
+      })
+      ->UseRealTime()
+      ->Unit(benchmark::kMicrosecond);
+}
+
 const bool registered = [] {
+  for (const testing::Row& row : testing::op_table()) add_row(row);
   for (const Size& size : sizes) add_ops(size);
   for (const Size& size : sizes) {
     const int64_t rows = size.batch * size.tokens, c = size.channels;
