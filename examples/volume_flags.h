@@ -23,7 +23,7 @@ struct VolumeFlags {
         {"encoding", "ISMRMRD: the encoding space whose readouts make the volume (0)", &encoding}};
   }
   void add_switches(CLI::App& app) {
-    app.get_option("--encoding")->check(CLI::NonNegativeNumber);
+    app.get_option("--encoding")->check(at_least_0);
     app.add_flag("--raw", raw, "MINC2: stored numbers, not real values");
     app.add_flag("--trust", trust, "follow links to other files, and read sparse datasets");
   }
