@@ -129,7 +129,7 @@ Variable fft_by_matrices(const Variable& x, const std::vector<int>& axes, bool i
 }  // namespace
 
 Variable fft(const Variable& x, const std::vector<int>& axes, bool inverse) {
-  const ProfileScope scope("fft", ScopeKind::forward);
+  ProfileScope scope("fft", ScopeKind::forward);
   check_floating("fft", x);
   check(x.dim() >= 1 && x.size(-1) == 2, Error::Kind::Shape,
         "[fft] expected complex numbers, a last axis of 2, got ", x.shape());
@@ -143,7 +143,10 @@ Variable fft(const Variable& x, const std::vector<int>& axes, bool inverse) {
   }
   if (axes.empty())
     for (int axis = 0; axis < x.dim() - 1; ++axis) along.push_back(axis);
-  if (x.value().device() != cpu) return fft_by_matrices(x, along, inverse);
+  if (x.value().device() != cpu) {
+    scope.show(x.value());
+    return fft_by_matrices(x, along, inverse);
+  }
   // Unitary: the gradient goes through the inverse.
   return record("fft", {x}, fft_cpu(x.value(), along, inverse),
                 [along, inverse](const OutputGrads& grads) -> std::vector<Tensor> {
