@@ -237,6 +237,7 @@ void print(const std::vector<Result>& results) {
 }
 
 int run(Options& options, const MaskFlags& flags) {
+  if (!options.trace.empty()) check_can_save(options.trace);
   const Device device = options.device;
   if (options.dtype.empty()) options.dtype = device == cpu ? "f32" : "bf16";
   const DType dtype = options.dtype == "f64"   ? f64

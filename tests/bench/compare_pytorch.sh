@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Times Torus and PyTorch in turn on the same two cores, and prints both with their ratios, rates beside that of a
 # product of 2048^3, and what each op takes of a training step.
-# usage: tests/bench/compare_pytorch.sh [ROUNDS]
+# usage: tests/bench/compare_pytorch.sh [ROUNDS]    (PYTORCH_ENVIRONMENT: a virtual environment of one's own)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 source examples/setup.sh

@@ -72,7 +72,7 @@ TEST(ProfileAttention, SaysWhatIsWrongInOneLine) {
                                             "--heads must be a multiple of --kv-heads, got 4 and 3\n"},
         {"--dtype f8", "profile_attention: --dtype"},
         {"--tokens 10 --trace no/such/trace.json --repeats 1",
-         "[profiler] cannot write no/such/trace.json\n"}}) {
+         "profile_attention: cannot save to no/such/trace.json"}}) {
     const ProgramOutcome result = run_program("profile_attention " + std::string(flags));
     EXPECT_EQ(result.status, 1) << result.text;
     EXPECT_TRUE(has(result, line)) << result.text;
