@@ -39,20 +39,29 @@ NeighborhoodAttention::NeighborhoodAttention(const NeighborhoodAttentionOptions&
   for (size_t a = 0; a < options.window.size(); ++a) {
     wrapped_.push_back(detail::axis_entry(options.boundary, a, Boundary::shift) == Boundary::wrap);
     // A shifted window reaches all its length to one side.
-    const int64_t steps = wrapped_.back() ? options.window[a] / 2 : options.window[a] - 1;
-    sizes.push_back(2 * steps * detail::axis_entry<int64_t>(options.dilation, a, 1) + 1);
+    const int64_t steps = wrapped_.back() ? options.window[a] / 2 : options.window[a] - 1,
+                  dilation = detail::axis_entry<int64_t>(options.dilation, a, 1);
+    if (!options.relative_bias) continue;
+    check(steps <= detail::max_tokens / dilation, Error::Kind::Value, "[neighborhood_attention] axis ", a,
+          ": a relative bias reaches at most ", detail::max_tokens, " tokens, got window ", options.window[a],
+          " and dilation ", dilation);
+    sizes.push_back(2 * steps * dilation + 1);
   }
   if (options.relative_bias) table = Parameter(Tensor::zeros(sizes, options.dtype));
   add("table", table);
   add("dropout", dropout_);
 }
 
-const NeighborhoodAttention::Place& NeighborhoodAttention::place(const std::vector<int64_t>& grid,
-                                                                 Device device) const {
-  const auto found = places_.find(grid);
+NeighborhoodAttention::Place NeighborhoodAttention::place(const std::vector<int64_t>& grid,
+                                                          Device device) const {
+  constexpr size_t most_grids = 8;  // a model that meets ever new ones must not grow
+  const auto found =
+      std::find_if(places_.begin(), places_.end(), [&](const auto& known) { return known.first == grid; });
   if (found != places_.end()) {
-    if (options_.rotary) found->second.codes = found->second.codes.to(device);  // where the module now is
-    return found->second;
+    std::rotate(places_.begin(), found, found + 1);
+    Place& known = places_.front().second;
+    if (options_.rotary) known.codes = known.codes.to(device);  // where the module now is
+    return known;
   }
   Place made{neighborhood({.grid = grid,
                            .window = options_.window,
@@ -63,7 +72,8 @@ const NeighborhoodAttention::Place& NeighborhoodAttention::place(const std::vect
     made.codes = rotary_grid_codes(Shape(std::span(grid)), options_.channels / options_.heads, wrapped_,
                                    {.dtype = options_.dtype})
                      .to(device);
-  return places_.emplace(grid, std::move(made)).first->second;
+  if (places_.size() == most_grids) places_.pop_back();
+  return places_.emplace_front(grid, std::move(made)).second;
 }
 
 Variable NeighborhoodAttention::operator()(const Variable& x, const Variable& residual) const {
@@ -72,7 +82,7 @@ Variable NeighborhoodAttention::operator()(const Variable& x, const Variable& re
         "[neighborhood_attention] expected x [B, ", axes, " grid axes, ", options_.channels, "], got ",
         x.shape());
   const std::vector<int64_t> grid(x.shape().begin() + 1, x.shape().begin() + 1 + axes);
-  const Place& here = place(grid, x.device());
+  const Place here = place(grid, x.device());
   const int64_t batch = x.size(0), tokens = x.shape().slice(1, axes + 1).numel();
   const auto in_line = [&](const Variable& y) { return reshape(y, {batch, tokens, options_.channels}); };
   const auto parts = split(qkv(in_line(x)), {options_.channels, options_.channels, options_.channels}, -1);

@@ -2,7 +2,8 @@
 #pragma once
 
 #include <deque>
-#include <map>
+#include <utility>
+#include <vector>
 
 #include "torus/layers/layers.h"
 #include "torus/ops/attention/mask.h"
@@ -40,12 +41,12 @@ class NeighborhoodAttention : public Module {
     Mask mask;
     Tensor codes;
   };
-  const Place& place(const std::vector<int64_t>& grid, Device device) const;
+  Place place(const std::vector<int64_t>& grid, Device device) const;
 
   NeighborhoodAttentionOptions options_;
   std::vector<bool> wrapped_;
   Dropout dropout_;
-  mutable std::map<std::vector<int64_t>, Place> places_;
+  mutable std::deque<std::pair<std::vector<int64_t>, Place>> places_;  // of the last few grids, newest first
 };
 
 struct GridTransformerBlockOptions {

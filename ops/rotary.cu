@@ -41,6 +41,7 @@ __global__ void turn_pairs(T* y, const T* x, const compute<T>* codes, const __gr
 void rotary(Tensor& y, const Tensor& x, const Tensor& codes, bool back) {
   if (y.numel() == 0) return;
   const cudaStream_t stream = stream_of(y);
+  keep_for_replays(codes.storage());  // a layer may forget them before the last replay
   const int64_t tokens = codes.size(1), pairs = codes.size(2);
   gpu::dispatch_floating(x.dtype(), "rotary", [&](auto zero) {
     using T = decltype(zero);

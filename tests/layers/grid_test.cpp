@@ -4,8 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <limits>
 
+#include "core/expect_error.h"
 #include "torus/autograd/gradcheck.h"
+#include "torus/autograd/tape.h"
+#include "torus/core/memory.h"
 #include "torus/layers/transformer.h"
 #include "torus/ops/attention/attention.h"
 #include "torus/ops/ops.h"
@@ -29,6 +33,43 @@ Tensor rolled(const Tensor& x, int axis, int64_t by) {
   return result;
 }
 
+// The output, and the gradients of x and of all parameters, of sum(model(x) * weights).
+template <class Model>
+std::vector<Tensor> output_and_gradients(Model& model, const Tensor& x0, const Tensor& weights) {
+  Tape tape;
+  const Variable x(x0, true), y = model(x);
+  tape.backward({y}, {weights});
+  std::vector<Tensor> result{y.value(), x.grad()};
+  for (Parameter& parameter : std::vector<Parameter>(model.parameters())) {
+    result.push_back(parameter.grad().clone());
+    parameter.zero_grad();
+  }
+  return result;
+}
+
+// The gradient of each element of each parameter against a central difference.
+template <class Model>
+void expect_gradients_of_parameters(Model& model, const Tensor& x, Generator& g) {
+  const Tensor weights = randn(model(Variable(x)).shape(), 0, 1, f64, g);
+  const auto value = [&] { return sum(model(Variable(x)) * Variable(weights)).item(); };
+  const auto gradients = output_and_gradients(model, x, weights);
+  size_t next = 2;
+  for (const auto& [name, handle] : model.named_parameters()) {
+    Parameter parameter = handle;
+    const auto analytic = gradients[next++].template to_vector<double>();
+    for (size_t i = 0; i < analytic.size(); ++i) {
+      const double at = parameter.value().template data<double>()[i], eps = 1e-6;
+      const auto moved = [&](double to) {
+        parameter.mutable_value().template mutable_data<double>()[i] = to;
+        return value();
+      };
+      const double numeric = (moved(at + eps) - moved(at - eps)) / (2 * eps);
+      moved(at);
+      ASSERT_NEAR(analytic[i], numeric, 1e-6 * (1 + std::abs(numeric))) << name << " " << i;
+    }
+  }
+}
+
 TEST(GridTransformerBlock, CommutesWithRollingWrappedAxesAlone) {
   Generator g(3);
   for (bool rotary : {false, true})
@@ -45,39 +86,36 @@ TEST(GridTransformerBlock, CommutesWithRollingWrappedAxesAlone) {
       if (relative)
         block.attention.table.mutable_value().copy_(randn(block.attention.table.shape(), 0, 1, f64, g));
       const Tensor x = randn({2, 6, 8, 7, 24}, 0, 1, f64, g);
-      const Tensor y = block(Variable(x)).value();
-      for (int axis : {1, 2})
-        EXPECT_LT(largest_difference(block(Variable(rolled(x, axis, 3))).value(), rolled(y, axis, 3)), 1e-12)
-            << axis << rotary << relative;
+      const Tensor y = block(Variable(x)).value(), weights = randn(x.shape(), 0, 1, f64, g);
+      const auto still = output_and_gradients(block, x, weights);
+      for (int axis : {1, 2}) {
+        // Output and gradient of x roll along; the gradients of parameters, the table's too, stay.
+        const auto moved = output_and_gradients(block, rolled(x, axis, 3), rolled(weights, axis, 3));
+        for (size_t i = 0; i < still.size(); ++i)
+          EXPECT_LT(largest_difference(moved[i], i < 2 ? rolled(still[i], axis, 3) : still[i]),
+                    i < 2 ? 1e-12 : 1e-9)
+              << axis << rotary << relative << " " << i;
+      }
       EXPECT_GT(largest_difference(block(Variable(rolled(x, 3, 3))).value(), rolled(y, 3, 3)), 1e-3);
     }
 }
 
 TEST(GridTransformerBlock, GradientsOfAllItsParameters) {
   Generator g(4);
-  GridTransformerBlock block({.attention = {.channels = 4,
+  GridTransformerBlock block({.attention = {.channels = 8,
                                             .heads = 2,
                                             .window = {3, 3},
                                             .boundary = {wrap, Boundary::shrink},
-                                            .rotary = false,
                                             .relative_bias = true,
                                             .dtype = f64},
                               .hidden = 6},
                              g);
-  std::vector<Tensor> inputs{randn({1, 3, 4, 4}, 0, 1, f64, g)};
-  const auto parameters = block.parameters();
-  for (const Parameter& parameter : parameters) inputs.push_back(parameter.value());
   EXPECT_EQ(block.named_parameters()[6].name, "attention.table");
-  {
-    Tape tape;
-    tape.backward({block(Variable(inputs[0]))}, {Tensor::full({1, 3, 4, 4}, 1, f64)});
-    for (const auto& [name, parameter] : block.named_parameters()) {
-      EXPECT_TRUE(parameter.grad().defined()) << name;
-      EXPECT_EQ(parameter.grad().shape(), parameter.shape()) << name;
-    }
-  }
-  const auto report = gradcheck(
-      [&](const std::vector<Variable>& x) { return std::vector<Variable>{block(x[0])}; }, {inputs[0]});
+  block.attention.table.mutable_value().copy_(randn(block.attention.table.shape(), 0, 1, f64, g));
+  const Tensor x = randn({1, 3, 4, 8}, 0, 1, f64, g);
+  expect_gradients_of_parameters(block, x, g);
+  const auto report =
+      gradcheck([&](const std::vector<Variable>& y) { return std::vector<Variable>{block(y[0])}; }, {x});
   EXPECT_TRUE(report) << report;
 }
 
@@ -97,6 +135,30 @@ TEST(NeighborhoodAttention, TakesGridsOfAnySizeAndRefusesOthers) {
   } catch (const Error& error) {
     EXPECT_STREQ(error.what(), "[neighborhood] expected 3 entries in boundary, one an axis, got 2");
   }
+  EXPECT_EQ(
+      message_of([] {
+        NeighborhoodAttention({.channels = 8,
+                               .window = {3, 3},
+                               .dilation = {1, std::numeric_limits<int64_t>::max()},
+                               .relative_bias = true});
+      }),
+      "[neighborhood_attention] axis 1: a relative bias reaches at most 2147483647 tokens, got window 3 and "
+      "dilation 9223372036854775807");
+}
+
+// What a layer keeps for the grids that it has met is bounded, and those of equal windows share it.
+TEST(NeighborhoodAttention, ForgetsGrids) {
+  NeighborhoodAttention layer({.channels = 8, .heads = 2, .window = {3}, .boundary = {wrap}});
+  const auto bytes_after = [&](int64_t from, int64_t to) {
+    for (int64_t n = from; n < to; ++n) layer(Variable(Tensor::zeros({1, n, 8})));
+    return memory_stats().live_bytes;
+  };
+  const int64_t after_20 = bytes_after(100, 120);
+  EXPECT_LE(bytes_after(120, 200) - after_20, 8 * 80 * 8 * 4) << "80 tokens more on each of 8 grids";
+  const Variable x(randn({1, 130, 8}));
+  const auto first = layer(x).value().to_vector<float>();
+  bytes_after(140, 160);
+  EXPECT_EQ(layer(x).value().to_vector<float>(), first);
 }
 
 TEST(GridTransformer, CommutesWithRollingByWholePatches) {
@@ -118,6 +180,23 @@ TEST(GridTransformer, CommutesWithRollingByWholePatches) {
     EXPECT_LT(largest_difference(model(Variable(rolled(x, axis, by))).value(), rolled(y, axis, by)), 1e-12);
   for (const auto& [axis, by] : {std::pair{1, 1}, {2, 1}, {3, 2}})  // no whole patch, or no axis that wraps
     EXPECT_GT(largest_difference(model(Variable(rolled(x, axis, by))).value(), rolled(y, axis, by)), 1e-3);
+}
+
+TEST(GridTransformer, GradientsOfAllItsParameters) {
+  Generator g(9);
+  GridTransformer model({.inputs = 1,
+                         .outputs = 2,
+                         .patch = {1, 2},
+                         .layers = 1,
+                         .block = {.attention = {.channels = 8,
+                                                 .heads = 2,
+                                                 .window = {2, 2},
+                                                 .boundary = {wrap, shift},
+                                                 .relative_bias = true,
+                                                 .dtype = f64},
+                                   .hidden = 5}},
+                        g);
+  expect_gradients_of_parameters(model, randn({2, 3, 4, 1}, 0, 1, f64, g), g);
 }
 
 TEST(GridTransformer, GradientsAndSizes) {
@@ -181,6 +260,16 @@ TEST(CrossAttention, EqualsItsComposition) {
   const Variable expected = linear(mixed, layer.to_out.weight, layer.to_out.bias);
   EXPECT_LT(largest_difference(layer(x, context).value(), expected.value()), 1e-13);
   EXPECT_EQ(layer.parameter_count(), 10 * 12 + 2 * 6 * 12 + 12 * 10 + 10);
+  const auto message = [&](const Shape& of_x, const Shape& of_context) {
+    return message_of(
+        [&] { layer(Variable(Tensor::zeros(of_x, f64)), Variable(Tensor::zeros(of_context, f64))); });
+  };
+  EXPECT_EQ(message({2, 5, 10}, {2, 7, 10}),
+            "[cross_attention] expected context [2, M, context_dim = 6], got [2, 7, 10]");
+  EXPECT_EQ(message({2, 5, 10}, {3, 7, 6}),
+            "[cross_attention] expected context [2, M, context_dim = 6], got [3, 7, 6]");
+  EXPECT_EQ(message({2, 5, 6}, {2, 7, 6}),
+            "[cross_attention] expected x [B, N, query_dim = 10], got [2, 5, 6]");
   CrossAttention self({.query_dim = 10});
   EXPECT_EQ(self(Variable(randn({1, 3, 10}))).shape(), Shape({1, 3, 10}));
 }
