@@ -122,8 +122,11 @@ CrossAttention::CrossAttention(const CrossAttentionOptions& o, Generator& genera
 
 Variable CrossAttention::operator()(const Variable& x, const Variable& context, const Mask& mask) const {
   const Variable& from = context.defined() ? context : x;
-  check(x.dim() == 3 && from.dim() == 3, Error::Kind::Shape,
-        "[cross_attention] expected x and context of 3 axes, got ", x.shape(), " and ", from.shape());
+  check(x.dim() == 3 && x.size(2) == to_q.weight.size(1), Error::Kind::Shape,
+        "[cross_attention] expected x [B, N, query_dim = ", to_q.weight.size(1), "], got ", x.shape());
+  check(from.dim() == 3 && from.size(0) == x.size(0) && from.size(2) == to_k.weight.size(1),
+        Error::Kind::Shape, "[cross_attention] expected context [", x.size(0),
+        ", M, context_dim = ", to_k.weight.size(1), "], got ", from.shape());
   const auto heads = [&](const Variable& y) { return split_heads(y, options_.heads); };
   const Variable mixed =
       torus::attention(heads(to_q(x)), heads(to_k(from)), heads(to_v(from)), {.mask = mask}).out;
