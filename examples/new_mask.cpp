@@ -1,4 +1,5 @@
-// A mask that did not exist before, drawn and gradient-checked. Copy this file and change `mine`.
+// A mask that did not exist before, drawn and gradient-checked. Copy this file within its folder, change
+// `mine`, and build again: each .cpp here is a program.
 #include "flags.h"
 #include "mask_report.h"
 

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "png.h"
+#include "write_png.h"
 
 /// How pictures of volumes that know where they lie are turned.
 constexpr const char* radiological =

@@ -1,4 +1,4 @@
-// Pictures.
+// Writes pictures. (Named so that <png.h> stays libpng's where this folder is searched for headers.)
 #pragma once
 
 #include <png.h>
