@@ -131,7 +131,7 @@ std::vector<std::string> Hdf5File::State::read_strings(
   if (H5Tget_class(type) != H5T_STRING) fail_at(path, "'", name, "' is not text, but ", name_of(type));
   const int64_t count = shape_of(space, name).numel();
   const bool is_variable = H5Tis_variable_str(type) > 0;
-  const size_t length = is_variable ? 1 : H5Tget_size(type);
+  const size_t length = is_variable ? Lists::usual_reference_bytes : H5Tget_size(type);
   const auto fail_too_large = [&] { fail_at(path, "'", name, "' is too large to read: ", count, " texts"); };
   if (length == 0 || count > most_bytes / static_cast<int64_t>(std::min<size_t>(length, most_bytes)))
     fail_too_large();

@@ -97,7 +97,7 @@ void Lists::read_at(uint64_t address, void* into, size_t bytes) {
 }
 
 const Lists::Heap& Lists::heap_at(uint64_t address) {
-  constexpr size_t most_kept = size_t{64} << 20;
+  constexpr size_t most_heaps = 8, most_bytes = size_t{64} << 20;
   const auto known =
       std::find_if(heaps_.begin(), heaps_.end(), [&](const auto& heap) { return heap->address == address; });
   if (known != heaps_.end()) return **known;
@@ -125,7 +125,10 @@ const Lists::Heap& Lists::heap_at(uint64_t address) {
             [](const auto& a, const auto& b) { return a.index < b.index; });
   size_t kept = heap->bytes.size();
   for (const auto& other : heaps_) kept += other->bytes.size();
-  for (; kept > most_kept && !heaps_.empty(); heaps_.erase(heaps_.begin())) kept -= heaps_[0]->bytes.size();
+  while (!heaps_.empty() && (heaps_.size() >= most_heaps || kept > most_bytes)) {
+    kept -= heaps_[0]->bytes.size();
+    heaps_.erase(heaps_.begin());
+  }
   return *heaps_.emplace_back(std::move(heap));
 }
 

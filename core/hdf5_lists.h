@@ -24,6 +24,7 @@ class Lists {
   /// A reference in memory, as the library reads it for text of variable length and lists, and its bytes.
   Id reference_type() const;
   size_t reference_bytes() const { return 8 + address_bytes_; }
+  static constexpr size_t usual_reference_bytes = 16;  // where addresses have 64 bits
 
   /// How many items the list that a reference leads to has.
   static int64_t length(const char* reference);

@@ -135,6 +135,36 @@ TEST(VerifyParts, TellsWhatCrashesHangsAndTakesMemory) {
   EXPECT_EQ(verify({.memory = int64_t{400} << 20}, {large}), "0\nx .h5: all of 2 parts can be read\n");
 }
 
+// The library goes through a heap whose last object, free space, is of no bytes for ever.
+TEST(VolumeProgram, IsNotHungByADamagedHeap) {
+  const TemporaryFolder folder;
+  const std::string path = folder / "x.h5";
+  {
+    Foreign file(path);
+    file.write_complex("kspace", std::vector<float>(3 * 6 * 8 * 2, 1), {3, 6, 8});
+    file.write("reconstruction_esc", std::vector<double>(48, 1), {3, 4, 4});
+    file.variable_attribute("/", "max", "0.5");
+    file.variable_attribute("/", "patient_id", "0123");
+  }
+  std::string bytes = read_file(path);
+  const size_t heap = bytes.find("GCOL");
+  ASSERT_NE(heap, bytes.npos);
+  const auto number = [&](size_t at) {
+    uint64_t value = 0;
+    std::memcpy(&value, bytes.data() + at, 8);
+    return value;
+  };
+  size_t at = heap + 16;
+  while ((number(at) & 0xffff) != 0) at += 16 + (number(at + 8) + 7) / 8 * 8;
+  bytes.replace(at + 8, 8, 8, '\0');
+  write_file(path, bytes);
+  const ProgramOutcome shown = run(path), verified = run(path + " --verify --seconds 20");
+  EXPECT_EQ(shown.status, 0) << shown.text;
+  EXPECT_TRUE(has(shown, "  patient_id: 0123\n")) << shown.text;
+  EXPECT_EQ(verified.status, 0) << verified.text;
+  EXPECT_TRUE(has(verified, "x.h5: all of 5 parts can be read\n")) << verified.text;
+}
+
 TEST(VolumeProgram, VerifiesWithinTheMemoryThatItIsGiven) {
 #if defined(__SANITIZE_ADDRESS__)
   GTEST_SKIP() << "the sanitizer takes memory of its own";
