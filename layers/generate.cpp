@@ -37,6 +37,8 @@ int64_t sample(const double* logits, int64_t count, const GenerateOptions& optio
 Tensor generate(const GPT& model, const Tensor& prompts, const GenerateOptions& options) {
   check(prompts.dim() == 2 && prompts.size(1) >= 1, Error::Kind::Shape,
         "[generate] expected prompts [B, T] of at least one token, got ", prompts.shape());
+  check(prompts.dtype() == i64, Error::Kind::DType, "[generate] expected prompts of i64, got ",
+        prompts.dtype());
   check(options.temperature >= 0 && options.count >= 0, Error::Kind::Value,
         "[generate] count and temperature must be at least 0, got ", options.count, " and ",
         options.temperature);

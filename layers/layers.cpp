@@ -20,8 +20,10 @@ Variable Linear::operator()(const Variable& x, const Variable& residual) const {
   return linear(x, weight, bias, residual);
 }
 
-Embedding::Embedding(int64_t count, int64_t channels, DType dtype, Generator& generator)
-    : weight(randn({count, channels}, 0, 0.02, dtype, generator)) {
+Embedding::Embedding(int64_t count, int64_t channels, DType dtype, Generator& generator) {
+  check(count >= 0 && channels >= 0, Error::Kind::Shape,
+        "[embedding] expected count and channels of at least 0, got ", count, " and ", channels);
+  weight = Parameter(randn({count, channels}, 0, 0.02, dtype, generator));
   add("weight", weight);
 }
 

@@ -36,6 +36,9 @@ MultiHeadAttention::MultiHeadAttention(int64_t channels, int64_t heads,
       rotary_(options.rotary),
       weight_dropout_(options.dropout),
       dropout_(options.dropout) {
+  check(!rotary_ || head_channels_ % 2 == 0, Error::Kind::Shape,
+        "[attention] expected heads of even width for rotary, got ", channels, " channels in ", heads,
+        " heads");
   add("qkv", qkv);
   add("out", out);
   add("dropout", dropout_);

@@ -160,6 +160,8 @@ TEST(Generate, Refuses) {
   GPT model = random_model(7);
   EXPECT_ERROR(generate(model, Tensor::zeros({2, 0}, i64)), Shape, "at least one token, got [2, 0]");
   EXPECT_ERROR(generate(model, Tensor::zeros({2}, i64)), Shape, "expected prompts [B, T]");
+  EXPECT_ERROR(generate(model, Tensor::zeros({1, 1}, f32)), DType,
+               "[generate] expected prompts of i64, got f32");
   EXPECT_ERROR(generate(model, Tensor::zeros({1, 1}, i64), {.temperature = -1}), Value, "must be at least 0");
   EXPECT_ERROR(generate(model, Tensor::zeros({1, 1}, i64), {.count = -1}), Value, "must be at least 0");
   EXPECT_ERROR(generate(model, Tensor::zeros({1, 1}, i64), {.top_k = -1}), Value, "top_k >= 0");

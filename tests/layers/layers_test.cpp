@@ -30,6 +30,8 @@ TEST(Linear, StartsUniformAndComputesItsFormula) {
 
   EXPECT_FALSE(Linear(2, 3, {.bias = false}).bias.defined());
   EXPECT_ERROR(Linear(0, 3), Shape, "[linear] inputs and outputs must be positive, got 0 and 3");
+  EXPECT_ERROR(Embedding(-1, 3), Shape,
+               "[embedding] expected count and channels of at least 0, got -1 and 3");
 }
 
 TEST(Embedding, TakesRows) {

@@ -96,6 +96,8 @@ INSTANTIATE_TEST_SUITE_P(Sizes, MultiHeadAttentionCases,
 TEST(MultiHeadAttention, RefusesWhatDoesNotDivide) {
   EXPECT_ERROR(MultiHeadAttention(10, 4), Shape, "[attention] 10 channels do not divide into 4 heads");
   EXPECT_ERROR(MultiHeadAttention(10, 0), Shape, "10 channels do not divide into 0 heads");
+  EXPECT_ERROR(MultiHeadAttention(6, 2, {.rotary = true}), Shape,
+               "[attention] expected heads of even width for rotary, got 6 channels in 2 heads");
   EXPECT_ERROR(MultiHeadAttention(12, 4, {.kv_heads = 3}), Shape,
                "4 query heads do not share 3 key heads evenly");
   const MultiHeadAttention layer(8, 2);
