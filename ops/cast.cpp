@@ -4,6 +4,7 @@
 namespace torus {
 
 Variable cast(const Variable& x, DType dtype) {
+  check_defined("cast", "x", x);
   if (x.dtype() == dtype) return x;
   const ProfileScope scope("cast", ScopeKind::forward);
   const Tensor y = x.value().to(dtype);

@@ -105,6 +105,7 @@ const Kernel<void(Tensor&, const Tensor&, const Tensor&, const Tensor&, const Te
 
 Variable cross_entropy(const Variable& logits, const Tensor& targets, int64_t ignore_index,
                        double smoothing) {
+  check_defined("cross_entropy", "logits", logits);
   const ProfileScope scope("cross_entropy", ScopeKind::forward);
   check(logits.dim() >= 1 && logits.shape().slice(0, logits.dim() - 1) == targets.shape(), Error::Kind::Shape,
         "[cross_entropy] expected logits [..., V] and targets [...], got ", logits.shape(), " and ",

@@ -5,6 +5,8 @@ namespace torus {
 
 Variable data_consistency(const Variable& x, const Variable& measured, const Tensor& mask,
                           const std::vector<int>& axes) {
+  check_defined("data_consistency", "x", x);
+  check_defined("data_consistency", "measured", measured);
   ProfileScope scope("data_consistency", ScopeKind::forward);
   scope.show(x.value());
   scope.show(measured.value());

@@ -64,6 +64,8 @@ Variable without_lone(const Variable& x, Letters& letters, const Equation& equat
 }  // namespace
 
 Variable einsum(const std::string& equation, const Variable& a, const Variable& b) {
+  check_defined("einsum", "a", a);
+  check_defined("einsum", "b", b);
   ProfileScope scope("einsum", ScopeKind::forward);
   scope.show(a.value());
   scope.show(b.value());

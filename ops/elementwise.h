@@ -4,7 +4,7 @@
 #include <array>
 #include <utility>
 
-#include "torus/autograd/variable.h"
+#include "torus/autograd/tape.h"
 #include "torus/core/kernel.h"
 #include "torus/core/strided.h"
 
@@ -77,11 +77,13 @@ void map(Tensor& y, const Inputs&... x) {
 }
 
 inline void check_floating(const char* op, const Variable& x) {
+  check_defined(op, "x", x);
   check(is_floating(x.dtype()), Error::Kind::DType, "[", op, "] expected a floating dtype, got ", x.dtype());
 }
 
 /// That a parameter of an op along the last axis of x, such as the weight of a norm, is [C] and like x.
 inline void check_channels(const char* op, const char* name, const Variable& parameter, const Variable& x) {
+  check_defined(op, name, parameter);
   check(parameter.dim() == 1, Error::Kind::Shape, "[", op, "] ", name, " must have one axis, got shape ",
         parameter.shape());
   check(parameter.numel() == x.size(-1), Error::Kind::Shape, "[", op, "] ", name, " must have ", x.size(-1),
@@ -98,6 +100,8 @@ struct Operands {
 };
 
 inline Operands broadcast(const char* op, const Variable& a, const Variable& b) {
+  check_defined(op, "a", a);
+  check_defined(op, "b", b);
   check_floating(op, a);
   check(a.dtype() == b.dtype(), Error::Kind::DType, "[", op, "] expected one dtype, got ", a.dtype(), " and ",
         b.dtype());

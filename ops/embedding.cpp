@@ -61,6 +61,7 @@ const Kernel<void(Tensor&, const Tensor&, const Tensor&, bool)> backward_kernel{
 }  // namespace
 
 Variable embedding(const Variable& weight, const Tensor& indices) {
+  check_defined("embedding", "weight", weight);
   const ProfileScope scope("embedding", ScopeKind::forward);
   check(weight.dim() == 2, Error::Kind::Shape, "[embedding] weight must be [V, C], got ", weight.shape());
   check(is_floating(weight.dtype()), Error::Kind::DType, "[embedding] weight must be floating, got ",

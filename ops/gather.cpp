@@ -134,12 +134,14 @@ Variable gather_along(const char* op, const Variable& x, int axis, const Tensor&
 }  // namespace
 
 Variable gather(const Variable& x, int axis, const Tensor& index) {
+  check_defined("gather", "x", x);
   const ProfileScope scope("gather", ScopeKind::forward);
   axis = checked_axis("gather", axis, x.dim());
   return gather_along("gather", x, axis, stretched_index("gather", x.value(), index, axis, x.shape()));
 }
 
 Variable index_select(const Variable& x, int axis, const Tensor& index) {
+  check_defined("index_select", "x", x);
   const ProfileScope scope("index_select", ScopeKind::forward);
   axis = checked_axis("index_select", axis, x.dim());
   check(index.dim() == 1, Error::Kind::Shape, "[index_select] index must have one axis, got ", index.shape());
@@ -152,6 +154,7 @@ Variable index_select(const Variable& x, int axis, const Tensor& index) {
 Variable scatter_add(const Variable& x, int axis, const Tensor& index, const Variable& source) {
   const ProfileScope scope("scatter_add", ScopeKind::forward);
   check_floating("scatter_add", x);
+  check_defined("scatter_add", "source", source);
   axis = checked_axis("scatter_add", axis, x.dim());
   check(x.dtype() == source.dtype(), Error::Kind::DType, "[scatter_add] expected one dtype, got ", x.dtype(),
         " and ", source.dtype());
@@ -175,6 +178,7 @@ Tensor one_hot(const Tensor& indices, int64_t classes, DType dtype) {
   ProfileScope scope("one_hot", ScopeKind::forward);
   scope.show(indices);
   check(indices.dtype() == i64, Error::Kind::DType, "[one_hot] indices must be i64, got ", indices.dtype());
+  check(classes >= 0, Error::Kind::Value, "[one_hot] expected classes of at least 0, got ", classes);
   check_kernel(indices.device(), "one_hot", indices, classes);
   Shape shape = indices.shape();
   shape.push_back(classes);

@@ -128,8 +128,8 @@ const Kernel<void(Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&, const
 
 Variable layer_norm(const Variable& x, const Variable& weight, const Variable& bias, double eps) {
   const ProfileScope scope("layer_norm", ScopeKind::forward);
-  check(x.dim() >= 1, Error::Kind::Shape, "[layer_norm] x must have at least one axis");
   check_floating("layer_norm", x);
+  check(x.dim() >= 1, Error::Kind::Shape, "[layer_norm] x must have at least one axis");
   check_channels("layer_norm", "weight", weight, x);
   if (bias.defined()) check_channels("layer_norm", "bias", bias, x);
   check(eps >= 0, Error::Kind::Value, "[layer_norm] eps must be at least 0, got ", eps);

@@ -55,6 +55,8 @@ Tensor aligned_rows(int64_t rows, int64_t columns, DType dtype, Device device) {
 }  // namespace
 
 Variable linear(const Variable& x, const Variable& weight, const Variable& bias, const Variable& residual) {
+  check_defined("linear", "x", x);
+  check_defined("linear", "weight", weight);
   const ProfileScope scope("linear", ScopeKind::forward);
   const Shape shape = check_linear("linear", x.shape(), x, weight, bias, residual);
   const Tensor rows = as_rows(x.value());

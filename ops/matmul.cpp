@@ -26,6 +26,8 @@ Tensor multiplied(const Tensor& a, const Tensor& b) {
 }  // namespace
 
 Variable matmul(const Variable& a, const Variable& b) {
+  check_defined("matmul", "a", a);
+  check_defined("matmul", "b", b);
   const ProfileScope scope("matmul", ScopeKind::forward);
   check(a.dim() >= 2 && b.dim() >= 2, Error::Kind::Shape, "[matmul] expected matrices, got ", a.shape(),
         " and ", b.shape());

@@ -9,6 +9,9 @@ namespace torus {
 
 Variable mlp(const Variable& x, const Variable& up, const Variable& up_bias, const Variable& down,
              const Variable& down_bias, const Variable& residual, Gelu form) {
+  check_defined("mlp", "x", x);
+  check_defined("mlp", "up", up);
+  check_defined("mlp", "down", down);
   const ProfileScope scope("mlp", ScopeKind::forward);
   const Shape shape =
       check_linear("mlp", check_linear("mlp", x.shape(), x, up, up_bias), x, down, down_bias, residual);

@@ -99,6 +99,7 @@ std::vector<int> distinct_axes(const char* op, const char* amounts, size_t count
 
 Variable pad(const Variable& x, const std::vector<Margin>& margins, const std::vector<int>& axes,
              Padding padding, double value) {
+  check_defined("pad", "x", x);
   const ProfileScope scope("pad", ScopeKind::forward);
   const std::vector<int> at = distinct_axes("pad", "margins", margins.size(), axes, x.dim());
   const bool circular = padding == Padding::circular;
@@ -126,6 +127,7 @@ Variable pad(const Variable& x, const std::vector<Margin>& margins, const std::v
 }
 
 Variable roll(const Variable& x, const std::vector<int64_t>& shifts, const std::vector<int>& axes) {
+  check_defined("roll", "x", x);
   const ProfileScope scope("roll", ScopeKind::forward);
   const std::vector<int> at = distinct_axes("roll", "shifts", shifts.size(), axes, x.dim());
   Shape shift = no_shift(x);

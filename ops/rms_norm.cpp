@@ -90,8 +90,8 @@ const Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, const Tensor&,
 
 Variable rms_norm(const Variable& x, const Variable& weight, double eps) {
   const ProfileScope scope("rms_norm", ScopeKind::forward);
-  check(x.dim() >= 1, Error::Kind::Shape, "[rms_norm] x must have at least one axis");
   check_floating("rms_norm", x);
+  check(x.dim() >= 1, Error::Kind::Shape, "[rms_norm] x must have at least one axis");
   check_channels("rms_norm", "weight", weight, x);
   check(eps >= 0, Error::Kind::Value, "[rms_norm] eps must be at least 0, got ", eps);
 

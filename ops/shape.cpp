@@ -5,6 +5,7 @@
 namespace torus {
 
 Variable reshape(const Variable& x, const Shape& shape) {
+  check_defined("reshape", "x", x);
   const ProfileScope scope("reshape", ScopeKind::forward);
   return record(
       "reshape", {x}, x.value().reshape(shape),
@@ -12,6 +13,7 @@ Variable reshape(const Variable& x, const Shape& shape) {
 }
 
 Variable transpose(const Variable& x, int a, int b) {
+  check_defined("transpose", "x", x);
   const ProfileScope scope("transpose", ScopeKind::forward);
   return record(
       "transpose", {x}, x.value().transpose(a, b),
@@ -19,6 +21,7 @@ Variable transpose(const Variable& x, int a, int b) {
 }
 
 Variable permute(const Variable& x, const std::vector<int>& order) {
+  check_defined("permute", "x", x);
   const ProfileScope scope("permute", ScopeKind::forward);
   const Tensor y = x.value().permute(order);
   std::vector<int> inverse(order.size());
@@ -32,6 +35,7 @@ Variable permute(const Variable& x, const std::vector<int>& order) {
 }
 
 Variable slice(const Variable& x, int axis, int64_t first, int64_t last, int64_t step) {
+  check_defined("slice", "x", x);
   if (first == 0 && last == x.size(axis) && step == 1) return x;
   const ProfileScope scope("slice", ScopeKind::forward);
   return record("slice", {x}, x.value().slice(axis, first, last, step),
@@ -43,6 +47,7 @@ Variable slice(const Variable& x, int axis, int64_t first, int64_t last, int64_t
 }
 
 Variable expand(const Variable& x, const Shape& shape) {
+  check_defined("expand", "x", x);
   const ProfileScope scope("expand", ScopeKind::forward);
   // The engine sums the gradient back to x.
   return record("expand", {x}, x.value().expand(shape),
@@ -52,6 +57,7 @@ Variable expand(const Variable& x, const Shape& shape) {
 Variable cat(const std::vector<Variable>& parts, int axis) {
   const ProfileScope scope("cat", ScopeKind::forward);
   check(!parts.empty(), Error::Kind::Shape, "[cat] expected at least one part, got none");
+  for (const Variable& part : parts) check_defined("cat", "parts", part);
   const Variable& first = parts[0];
   axis = checked_axis("cat", axis, first.dim());
   Shape shape = first.shape();
@@ -81,6 +87,7 @@ Variable cat(const std::vector<Variable>& parts, int axis) {
 Variable stack(const std::vector<Variable>& parts, int axis) {
   const ProfileScope scope("stack", ScopeKind::forward);
   check(!parts.empty(), Error::Kind::Shape, "[stack] expected at least one part, got none");
+  for (const Variable& part : parts) check_defined("stack", "parts", part);
   const Variable& first = parts[0];
   axis = checked_axis("stack", axis, first.dim() + 1);
   Shape shape = first.shape();
@@ -123,6 +130,7 @@ Tensor joined(const OutputGrads& grads, const std::vector<int64_t>& starts, int 
 }  // namespace
 
 std::vector<Variable> split(const Variable& x, const std::vector<int64_t>& sizes, int axis) {
+  check_defined("split", "x", x);
   const ProfileScope scope("split", ScopeKind::forward);
   axis = checked_axis("split", axis, x.dim());
   std::vector<int64_t> starts{0};

@@ -116,11 +116,13 @@ Variable tanh(const Variable& x) { return apply(tanh_function, x); }
 Variable sigmoid(const Variable& x) { return apply(sigmoid_function, x); }
 
 Variable abs(const Variable& x) {
+  check_defined("abs", "x", x);
   note_kink(x.value());
   return apply(abs_function, x);
 }
 
 Variable relu(const Variable& x) {
+  check_defined("relu", "x", x);
   note_kink(x.value());
   return apply(relu_function, x);
 }

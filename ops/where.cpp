@@ -1,3 +1,5 @@
+#include <cmath>
+
 #include "torus/core/kernel.h"
 #include "torus/core/strided.h"
 #include "torus/ops/ops.h"
@@ -67,7 +69,9 @@ Tensor constant(double value, const Tensor& like) {
 }
 
 // The mask, stretched to x.
-Tensor checked_mask(const char* op, const Tensor& x, const Tensor& mask) {
+Tensor checked_mask(const char* op, const Tensor& x, const Tensor& mask, double value) {
+  check(is_floating(x.dtype()) || (std::isfinite(value) && value == std::trunc(value)), Error::Kind::Value,
+        "[", op, "] expected an integer to fill ", x.dtype(), " with, got ", value);
   check(mask.dtype() == boolean, Error::Kind::DType, "[", op, "] mask must be bool, got ", mask.dtype());
   check(mask.device() == x.device(), Error::Kind::Device, "[", op, "] mask must be on ", x.device(),
         " as x, got ", mask.device());
@@ -79,6 +83,8 @@ Tensor checked_mask(const char* op, const Tensor& x, const Tensor& mask) {
 }  // namespace
 
 Variable where(const Tensor& condition, const Variable& a, const Variable& b) {
+  check_defined("where", "a", a);
+  check_defined("where", "b", b);
   const ProfileScope scope("where", ScopeKind::forward);
   check(condition.dtype() == boolean, Error::Kind::DType, "[where] condition must be bool, got ",
         condition.dtype());
@@ -99,8 +105,9 @@ Variable where(const Tensor& condition, const Variable& a, const Variable& b) {
 }
 
 Variable masked_fill(const Variable& x, const Tensor& mask, double value) {
+  check_defined("masked_fill", "x", x);
   const ProfileScope scope("masked_fill", ScopeKind::forward);
-  const Tensor which = checked_mask("masked_fill", x.value(), mask);
+  const Tensor which = checked_mask("masked_fill", x.value(), mask, value);
   // Saved: only the mask; filled elements get no gradient.
   return record(
       "masked_fill", {x}, chosen(which, constant(value, x.value()), x.value()),
@@ -113,7 +120,7 @@ Variable masked_fill(const Variable& x, const Tensor& mask, double value) {
 Tensor& masked_fill_(Tensor& x, const Tensor& mask, double value) {
   ProfileScope scope("masked_fill_", ScopeKind::forward);
   scope.show(x);
-  const Tensor which = checked_mask("masked_fill_", x, mask);
+  const Tensor which = checked_mask("masked_fill_", x, mask, value);
   for (int axis = 0; axis < x.dim(); ++axis)
     check(x.size(axis) <= 1 || x.strides()[axis] != 0, Error::Kind::Shape,
           "[masked_fill_] x must have its own memory for each element, but axis ", axis, " is expanded");
@@ -122,6 +129,7 @@ Tensor& masked_fill_(Tensor& x, const Tensor& mask, double value) {
 }
 
 Variable& masked_fill_(Variable& x, const Tensor& mask, double value) {
+  check_defined("masked_fill_", "x", x);
   check(!recording("masked_fill_", {x}) && x.tape_id() == 0, Error::Kind::Value,
         "[masked_fill_] writing in place would make the gradient of x wrong; use masked_fill");
   Tensor memory = x.value();

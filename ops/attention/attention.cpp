@@ -193,6 +193,9 @@ BackendScope::~BackendScope() { allowed_backends = outer_; }
 
 AttentionOutput attention(const Variable& q, const Variable& k, const Variable& v,
                           const AttentionOptions& options) {
+  check_defined("attention", "q", q);
+  check_defined("attention", "k", k);
+  check_defined("attention", "v", v);
   ProfileScope op_scope("attention", ScopeKind::forward);
   check_shapes(q.value(), k.value(), v.value());
   check(options.dropout >= 0 && options.dropout <= 1, Error::Kind::Value,
@@ -322,12 +325,14 @@ AttentionOutput attention(const Variable& q, const Variable& k, const Variable& 
 }
 
 Variable split_heads(const Variable& x, int64_t heads) {
+  check_defined("split_heads", "x", x);
   check(x.dim() == 3 && heads > 0 && x.size(2) % heads == 0, Error::Kind::Shape,
         "[split_heads] expected x [B, N, C], C a multiple of ", heads, " heads, got ", x.shape());
   return transpose(reshape(x, {x.size(0), x.size(1), heads, x.size(2) / heads}), 1, 2);
 }
 
 Variable join_heads(const Variable& x) {
+  check_defined("join_heads", "x", x);
   check(x.dim() == 4, Error::Kind::Shape, "[join_heads] expected x [B, H, N, D], got ", x.shape());
   return reshape(transpose(x, 1, 2), {x.size(0), x.size(2), x.size(1) * x.size(3)});
 }

@@ -11,6 +11,7 @@
 #include "torus/autograd/gradcheck.h"
 #include "torus/core/memory.h"
 #include "torus/core/profiler.h"
+#include "torus/ops/attention/attention.h"
 
 namespace torus {
 namespace {
@@ -51,8 +52,13 @@ TEST(Ops, ErrorsSayWhatWasExpectedAndWhatCame) {
   expect_error(dtype, "[mul] expected a floating dtype, got i64", [&] { whole * 2.0; });
   expect_error(dtype, "[div] expected a floating dtype, got i64", [&] { 2.0 / whole; });
   expect_error(dtype, "[gelu] expected a floating dtype, got i64", [&] { gelu(whole); });
-  expect_error(value, "[variable] the variable is undefined", [&] { x + Variable(); });
   expect_error(dtype, "[masked_fill] mask must be bool, got f32", [&] { masked_fill(x, x.value(), 0); });
+  expect_error(value, "[masked_fill] expected an integer to fill i64 with, got inf",
+               [&] { masked_fill(whole, Tensor::zeros({}, boolean), infinity); });
+  expect_error(value, "[masked_fill] expected an integer to fill i64 with, got 2.5",
+               [&] { masked_fill(whole, Tensor::zeros({}, boolean), 2.5); });
+  expect_error(value, "[one_hot] expected classes of at least 0, got -1",
+               [&] { one_hot(Tensor::zeros({0}, i64), -1); });
   expect_error(shape, "[masked_fill] mask [4, 2, 3] must broadcast to x [2, 3]", [&] {
     masked_fill(x, Tensor::zeros({4, 2, 3}, boolean), 0);
   });
@@ -209,6 +215,105 @@ TEST(Ops, ErrorsSayWhatWasExpectedAndWhatCame) {
     split(x, {1, 3}, 1);
   });
   expect_error(shape, "[split] sizes must be at least 0, got -1", [&] { split(x, {4, -1}, 1); });
+}
+
+// An operand that is not optional, left out: the op and the operand are named.
+TEST(Ops, UndefinedOperandsAreNamed) {
+  const Variable none, x = ones({2, 4}), row = ones({4}), heads = ones({1, 1, 2, 4});
+  const Tensor index = Tensor::zeros({2, 4}, i64), targets = Tensor::zeros({2}, i64),
+               mask = Tensor::zeros({2, 4}, boolean);
+  const struct {
+    const char *op, *operand;
+    std::function<void()> call;
+  } rows[] = {
+      {"add", "a", [&] { none + x; }},
+      {"add", "b", [&] { x + none; }},
+      {"add", "x", [&] { none + 1.0; }},
+      {"sub", "b", [&] { x - none; }},
+      {"mul", "a", [&] { none* x; }},
+      {"mul", "x", [&] { 2.0 * none; }},
+      {"div", "b", [&] { x / none; }},
+      {"div", "x", [&] { 1.0 / none; }},
+      {"neg", "x", [&] { -none; }},
+      {"pow", "x", [&] { pow(none, 2); }},
+      {"pow", "b", [&] { pow(x, none); }},
+      {"exp", "x", [&] { exp(none); }},
+      {"relu", "x", [&] { relu(none); }},
+      {"abs", "x", [&] { abs(none); }},
+      {"gelu", "x", [&] { gelu(none); }},
+      {"silu", "x", [&] { silu(none); }},
+      {"clamp", "x", [&] { clamp(none, 0, 1); }},
+      {"where", "a", [&] { where(mask, none, x); }},
+      {"where", "b", [&] { where(mask, x, none); }},
+      {"masked_fill", "x", [&] { masked_fill(none, mask, 0); }},
+      {"matmul", "a", [&] { matmul(none, x); }},
+      {"matmul", "b", [&] { matmul(x, none); }},
+      {"einsum", "a", [&] { einsum("ij,jk->ik", none, x); }},
+      {"einsum", "b", [&] { einsum("ij,jk->ik", x, none); }},
+      {"linear", "x", [&] { linear(none, x); }},
+      {"linear", "weight", [&] { linear(x, none); }},
+      {"mlp", "x", [&] { mlp(none, x, {}, x, {}); }},
+      {"mlp", "up", [&] { mlp(x, none, {}, x, {}); }},
+      {"mlp", "down", [&] { mlp(x, x, {}, none, {}); }},
+      {"sum", "x", [&] { sum(none); }},
+      {"mean", "x", [&] { mean(none); }},
+      {"max", "x", [&] { max(none, 0); }},
+      {"argmax", "x", [&] { argmax(none, 0); }},
+      {"var", "x", [&] { var(none); }},
+      {"softmax", "x", [&] { softmax(none); }},
+      {"log_softmax", "x", [&] { log_softmax(none); }},
+      {"logsumexp", "x", [&] { logsumexp(none); }},
+      {"cumsum", "x", [&] { cumsum(none, 0); }},
+      {"layer_norm", "x", [&] { layer_norm(none, row); }},
+      {"layer_norm", "weight", [&] { layer_norm(x, none); }},
+      {"rms_norm", "x", [&] { rms_norm(none, row); }},
+      {"rms_norm", "weight", [&] { rms_norm(x, none); }},
+      {"embedding", "weight", [&] { embedding(none, index); }},
+      {"cross_entropy", "logits", [&] { cross_entropy(none, targets); }},
+      {"gather", "x", [&] { gather(none, 0, index); }},
+      {"index_select", "x", [&] { index_select(none, 0, targets); }},
+      {"scatter_add", "x", [&] { scatter_add(none, 0, index, x); }},
+      {"scatter_add", "source", [&] { scatter_add(x, 0, index, none); }},
+      {"dropout", "x", [&] { dropout(none, 0.5); }},
+      {"reshape", "x", [&] { reshape(none, {2}); }},
+      {"transpose", "x", [&] { transpose(none, 0, 1); }},
+      {"permute", "x",
+       [&] {
+         permute(none, {0, 1});
+       }},
+      {"slice", "x", [&] { slice(none, 0, 0, 1); }},
+      {"expand", "x", [&] { expand(none, {2}); }},
+      {"cat", "parts",
+       [&] {
+         cat({x, none}, 0);
+       }},
+      {"split", "x", [&] { split(none, {1}, 0); }},
+      {"stack", "parts",
+       [&] {
+         stack({none, x}, 0);
+       }},
+      {"cast", "x", [&] { cast(none, f64); }},
+      {"pad", "x",
+       [&] {
+         pad(none, {{1, 1}}, {0});
+       }},
+      {"roll", "x", [&] { roll(none, {1}, {0}); }},
+      {"unfold", "x", [&] { unfold(none, {2}); }},
+      {"fold", "x", [&] { fold(none, {2}, {2}); }},
+      {"fft", "x", [&] { fft(none); }},
+      {"data_consistency", "measured", [&] { data_consistency(x, none, mask); }},
+      {"rotary", "x", [&] { rotary(none, rotary_codes(2, 4)); }},
+      {"attention", "q", [&] { attention(none, heads, heads); }},
+      {"attention", "k", [&] { attention(heads, none, heads); }},
+      {"attention", "v", [&] { attention(heads, heads, none); }},
+      {"split_heads", "x", [&] { split_heads(none, 2); }},
+      {"join_heads", "x", [&] { join_heads(none); }},
+  };
+  for (const auto& [op, operand, call] : rows) {
+    std::string message("[");
+    message.append(op).append("] expected ").append(operand).append(", got an undefined variable");
+    expect_error(Error::Kind::Value, message, call);
+  }
 }
 
 // A write to what an op saved is caught; a write to what it did not save is nobody's business.
