@@ -42,7 +42,9 @@ class Checker {
       throw;
     }
     default_generator().set_state(before);
-    report_.passed = worst_ <= 1 && report_.checked > 0;
+    // Empty tensors pass: they have no derivative that could be wrong.
+    report_.passed = worst_ <= 1 && (report_.checked > 0 || report_.skipped == 0) && !inputs_.empty() &&
+                     !base_.outputs.empty();
     std::ostringstream text;
     text << "{.mode = " << (options_.mode == GradcheckOptions::Mode::full ? "full" : "projection")
          << ", .eps = " << options_.eps << ", .tolerance = " << options_.tolerance << ", .seed = " << options_.seed
@@ -153,14 +155,7 @@ class Checker {
     return sum;
   }
 
-  static int64_t elements(const std::vector<Tensor>& tensors) {
-    int64_t count = 0;
-    for (const Tensor& tensor : tensors) count += tensor.numel();
-    return count;
-  }
-
   void projection() {
-    if (elements(inputs_) == 0 || elements(base_.outputs) == 0) return;  // there is nothing to compare
     constexpr int draws = 20;
     Generator directions(options_.seed + 1);
     std::vector<Tensor> seeds;

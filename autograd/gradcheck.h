@@ -21,7 +21,7 @@ struct GradcheckOptions {
   uint64_t seed = 0;        // of the random directions, and of the default generator while checking
 };
 
-/// The outcome; true in a condition if the check passed. It fails where nothing was compared.
+/// The outcome; true in a condition if the check passed. It fails without any input or output.
 struct GradcheckReport {
   bool passed = false;
   int64_t checked = 0;  // derivatives compared

@@ -177,8 +177,8 @@ Variable min(const Variable& x, int axis, bool keep) { return extreme("min", min
 
 Tensor argmax(const Variable& x, int axis, bool keep) {
   ProfileScope scope("argmax", ScopeKind::forward);
-  scope.show(x.value());
   check_floating("argmax", x);
+  scope.show(x.value());
   axis = checked_axis("argmax", axis, x.dim());
   const Tensor place = find_extreme("argmax", max_kernel, x, axis).place;
   return keep ? place : place.squeeze(axis);
