@@ -46,7 +46,9 @@ Library::Library() : lock_(mutex()) {
     H5dont_atexit();
     register_filters();
     register_references();
-    // No thread is inside the library while the process forks, so the child finds it whole and free.
+    // No thread is inside the library while the process forks, so the child finds it whole and free. That of
+    // the memory comes first, as it is taken last: a reader makes tensors.
+    memory_stats(cpu);
     pthread_atfork([] { mutex().lock(); }, [] { mutex().unlock(); },
                    [] {
                      forked = true;

@@ -1,5 +1,7 @@
 #include "torus/core/memory.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdlib>
@@ -78,6 +80,10 @@ class HostDriver final : public DeviceDriver {
     cached_ = 0;
   }
 
+  // While the process forks.
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
  private:
   static constexpr size_t cached_from = 4096;
 
@@ -113,8 +119,27 @@ struct Registry {
   Counters counters[device_kinds][max_devices];
   Registry() { drivers[0] = std::make_unique<HostDriver>(); }
 };
+Registry& registry();
+
+// No thread makes or frees a tensor while the process forks, so that its child can.
+template <bool locks>
+void around_fork() {
+  auto& host = static_cast<HostDriver&>(*registry().drivers[0]);
+  std::mutex& list = registry().counters[0][0].mutex;
+  if (locks) {
+    host.lock();
+    list.lock();
+  } else {
+    list.unlock();
+    host.unlock();
+  }
+}
+
 Registry& registry() {
-  static auto* instance = new Registry;
+  static auto* instance = [] {
+    pthread_atfork(around_fork<true>, around_fork<false>, around_fork<false>);
+    return new Registry;
+  }();
   return *instance;
 }
 

@@ -1039,14 +1039,19 @@ TEST(Volume, SurvivesFork) {
     return true;
   };
   ASSERT_TRUE(reads_right(0));
-  // A thread of the parent reads all the while.
+  // Threads of the parent read, and make tensors, all the while.
   std::atomic<bool> stop = false, good = true;
+  std::thread maker([&] {
+    while (!stop)
+      for (const int64_t size : {1, 1000, 10000}) Tensor::empty({size});
+  });
   std::thread reader([&] {
     for (int64_t seed = 1; !stop; ++seed) good = good && reads_right(seed);
   });
   for (int i = 0; i < 10; ++i) EXPECT_EQ(in_child([&] { return reads_right(100 + i) ? 0 : 1; }), 0);
   stop = true;
   reader.join();
+  maker.join();
   EXPECT_TRUE(good);
 }
 
