@@ -102,7 +102,7 @@ def peak(command):
 
 def table(directory):
     ours, theirs, rates, shares = {}, {}, {}, {}
-    for path in glob.glob(directory + "/torus-*.json"):
+    for path in sorted(glob.glob(directory + "/torus-*.json")):
         with open(path) as file:
             for entry in json.load(file)["benchmarks"]:
                 name = entry["name"].removesuffix("/real_time")
@@ -129,9 +129,9 @@ def table(directory):
     print(f"{'peak resident MiB, all of the above':35}{max(peaks):9.0f}{max(theirs['peak MiB']):33.0f}")
     steps = [name for name in ours if name.startswith("train/")]
     print(f"\n{'share of a training step, %':35}" + "".join(f"{name.removeprefix('train/'):>9}" for name in steps))
-    median = lambda op, name: statistics.median(shares[op].get(name, [0]))
-    for op in sorted(shares, key=lambda op: -max(median(op, name) for name in steps)):
-        print(f"{op:35}" + "".join(f"{median(op, name):9.1f}" for name in steps))
+    medians = {op: {name: statistics.median(values) for name, values in of.items()} for op, of in shares.items()}
+    for op, of in sorted(medians.items(), key=lambda item: -max(item[1].values())):
+        print(f"{op:35}" + "".join(f"{of[name]:9.1f}" if name in of else f"{'<0.5':>9}" for name in steps))
 
 
 if __name__ == "__main__":
