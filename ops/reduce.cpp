@@ -176,8 +176,8 @@ Variable max(const Variable& x, int axis, bool keep) { return extreme("max", max
 Variable min(const Variable& x, int axis, bool keep) { return extreme("min", min_kernel, x, axis, keep); }
 
 Tensor argmax(const Variable& x, int axis, bool keep) {
-  ProfileScope scope("argmax", ScopeKind::forward);
   check_floating("argmax", x);
+  ProfileScope scope("argmax", ScopeKind::forward);
   scope.show(x.value());
   axis = checked_axis("argmax", axis, x.dim());
   const Tensor place = find_extreme("argmax", max_kernel, x, axis).place;

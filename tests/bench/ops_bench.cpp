@@ -4,6 +4,7 @@
 
 #include "ops/op_table.h"
 #include "torus/core/gemm.h"
+#include "torus/core/profiler.h"
 #include "torus/layers/transformer.h"
 #include "torus/ops/attention/attention.h"
 #include "torus/ops/ops.h"
