@@ -62,7 +62,7 @@ class MaskMaker {
       const int64_t length = 1 + below(axes == 1 ? 150 : std::clamp<int64_t>(220 / queries, 1, 13)),
                     w = 1 + below(7), d = 1 + below(3);
       auto boundary = static_cast<Boundary>(below(5));
-      if (keys * (length + (w - 1) * d) > 4000) boundary = wrap;  // valid would have too many keys
+      if (keys * (length + (w - 1) * d) > 2000) boundary = wrap;  // valid would have too many keys
       o.grid.push_back(length);
       o.window.push_back(w);
       o.dilation.push_back(d);
