@@ -223,6 +223,7 @@ bool train(GPT& model, Optimizer& optimizer, LossScale* scale, const Task& task,
                            double(summary.device_kernels) / steps, summary.device_seconds * 1e3 / steps));
   };
   const bool profiles = !options.profile.empty();
+  if (step == options.steps && !options.save.empty()) save();  // what was resumed is done
   while (step < options.steps && !stopped) {
     if (profiles && step == profile_from) profiler.emplace();
     if (profiler && step == profile_to) write_profile();

@@ -196,9 +196,6 @@ Data open_data(const Options& o, const std::array<int64_t, 3>& patch) {
 }
 
 Problem problem_of(const Options& o) {
-  check(o.center_fraction >= 0 && o.center_fraction <= 1, Error::Kind::Value,
-        "--center-fraction: expected a share from 0 to 1, got ", o.center_fraction);
-  check(o.acceleration >= 1, Error::Kind::Value, "--acceleration: expected at least 1, got ", o.acceleration);
   const Problem problem{
       axes_named("undersample", o.undersample),
       {o.sampling == "random" ? Sampling::random : Sampling::equispaced, o.acceleration, o.center_fraction},
@@ -308,6 +305,7 @@ bool train(Restorer& model, AdamW& optimizer, const Data& data, const Problem& p
   SlabTrainer trainer(model, optimizer, device);
   bool stopped = false;
   const int64_t begun = step;
+  if (step == options.steps && !options.save.empty()) save();  // what was resumed is done
   while (step < options.steps && !stopped) {
     const double lr =
         warmup_cosine(step, std::min<int64_t>(50, options.steps / 10), options.steps, options.lr);

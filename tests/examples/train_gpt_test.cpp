@@ -136,11 +136,14 @@ TEST_F(TrainGpt, ResumesBitForBit) {
     const Outcome last = run("--resume a.h5 --save b.h5 --log parts.jsonl" + (" " + kind));
     ASSERT_EQ(last.status, 0) << last.error;
     EXPECT_EQ(losses("parts.jsonl"), losses("whole.jsonl"));
-    // A finished run only evaluates.
-    const Outcome again = run("--resume b.h5");
+    // A finished run only evaluates, and saves where it is asked to.
+    ASSERT_EQ(run("--resume b.h5 --save c.h5").status, 0);
+    std::filesystem::remove(folder / "b.h5");
+    const Outcome again = run("--resume c.h5");
     EXPECT_EQ(again.status, 0) << again.error;
     EXPECT_EQ(again.out.substr(again.out.rfind('\n', again.out.size() - 2)),
               last.out.substr(last.out.rfind('\n', last.out.size() - 2)));
+    std::filesystem::remove(folder / "c.h5");
   }
 }
 

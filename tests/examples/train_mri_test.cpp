@@ -252,8 +252,8 @@ TEST_F(TrainMri, SaysWhatIsWrongInOneLine) {
         {"--study wrap --seed 1", "--study wrap does not take --seed"},
         {"--study wrap --trust", "--study wrap does not take --trust"},
         {"--study wrap a.h5", "--study wrap does not take FILES"},
-        {"--phantom --center-fraction 2", "--center-fraction: expected a share from 0 to 1, got 2"},
-        {"--phantom --acceleration 0.5", "--acceleration: expected at least 1, got 0.5"},
+        {"--phantom --center-fraction 2", "--center-fraction: expected a number from 0 to 1, got 2"},
+        {"--phantom --acceleration 0.5", "--acceleration: expected a number of at least 1, got 0.5"},
         {"--phantom --sampling equispaced --center-fraction 0.5", "[sampling_mask] equispaced: the middle"}})
     expect_refused(flags, line);
 }
