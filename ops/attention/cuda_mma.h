@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "torus/core/cuda.h"
@@ -16,6 +17,9 @@ using torus::detail::AttentionProblem;
 using torus::detail::Side;
 using torus::detail::tile_size;
 using torus::detail::Visit;
+
+inline constexpr float infinity = std::numeric_limits<float>::infinity();
+inline constexpr float log2_e = 1.44269504088896341f;
 
 // ------------------------------------------------------------------------------------------- instructions
 

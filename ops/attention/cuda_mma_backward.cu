@@ -2,8 +2,6 @@
 // recomputes scores, so every sum has one owner and one order, whatever the map. A warp holds 16 owners by 64
 // others in registers, from which weights and their gradients go into the second products. Where order does
 // not matter, keys add to dQ as well, and nothing is computed twice.
-#include <limits>
-
 #include "torus/ops/attention/cuda_mma.h"
 
 namespace torus::gpu::mma {
@@ -11,8 +9,6 @@ namespace torus::gpu::mma {
 namespace {
 
 constexpr int threads = 128;
-constexpr float infinity = std::numeric_limits<float>::infinity();
-constexpr float log2_e = 1.44269504088896341f;
 
 // ------------------------------------------------------------------------------------------ numbers a row
 

@@ -10,8 +10,6 @@ namespace torus::gpu::mma {
 namespace {
 
 constexpr int threads = 128;
-constexpr float infinity = std::numeric_limits<float>::infinity();
-constexpr float log2_e = 1.44269504088896341f;
 
 struct ForwardArguments {
   Operand q, k, v, out;

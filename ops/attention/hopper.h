@@ -16,6 +16,8 @@ using mma::columns_below;
 using mma::copy_16_async;
 using mma::copy_4_async;
 using mma::exp2_approx;
+using mma::infinity;
+using mma::log2_e;
 using mma::pack;
 using mma::quad_max;
 using mma::quad_sum;

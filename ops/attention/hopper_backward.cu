@@ -3,8 +3,6 @@
 // computed transposed, so that weights and their gradients feed the products for dV and dK from registers;
 // only the gradients of scores pass through shared memory, for dQ, which is summed in f32 in global memory.
 // Where order matters, blocks of threads add to dQ one after another, the last keys first.
-#include <limits>
-
 #include "torus/ops/attention/hopper.h"
 
 namespace torus::gpu::hopper {
@@ -16,7 +14,6 @@ using torus::detail::Side;
 
 namespace {
 
-constexpr float log2_e = 1.44269504088896341f;
 constexpr int consumers = 2, keys = 64 * consumers, threads = 128 * (consumers + 1), stages = 2;
 constexpr int slab = 64 * 64;  // what a warp group adds to dQ at once, in its accumulators' order
 

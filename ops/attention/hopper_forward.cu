@@ -1,8 +1,6 @@
 // Forward of attention on Hopper, after FlashAttention-3 (Shah et al., 2024): one warp group copies keys and
 // values to shared memory, the others own 64 queries each. Their scores and weights stay in registers; the
 // softmax of one block overlaps with the products of the block before.
-#include <limits>
-
 #include "torus/ops/attention/hopper.h"
 
 namespace torus::gpu::hopper {
@@ -12,9 +10,6 @@ using torus::detail::AttentionProblem;
 using torus::detail::Side;
 
 namespace {
-
-constexpr float infinity = std::numeric_limits<float>::infinity();
-constexpr float log2_e = 1.44269504088896341f;
 
 struct ForwardArguments {
   CUtensorMap q, k, v;
@@ -36,7 +31,7 @@ struct Shape {
   static constexpr int consumers = width == 64 && !gathers && !general ? 3 : 2;
   static constexpr int halves = width == 256 || general ? 1 : 2;
   static constexpr int keys = 64 * halves;
-  static constexpr int stages = width == 64 && gathers ? 4 : general && width < 256 ? 4 : 2;
+  static constexpr int stages = general || (width == 64 && gathers) ? 4 : 2;
   static constexpr int q_stages = width == 256 ? 1 : 2;
   static constexpr int threads = 128 * (consumers + 1);
   static constexpr int panels = width / 64;

@@ -1,6 +1,7 @@
-// Backward of attention on Hopper for any map, score and width: keys own blocks of threads for dK and dV,
-// then queries for dQ, so that every sum has one owner and one order. One warp group copies rows by index,
-// two own 64 tokens each. Scores are computed twice: hopper_backward.cu is faster where it can be used.
+// Backward of attention on Hopper for any map and width, and any score up to width 128: keys own blocks of
+// threads for dK and dV, then queries for dQ, so that every sum has one owner and one order. One warp group
+// copies rows by index, two own 64 tokens each. Scores are computed twice: hopper_backward.cu is faster where
+// it can be used.
 #include "torus/ops/attention/hopper.h"
 
 namespace torus::gpu::hopper {
@@ -12,7 +13,6 @@ using torus::detail::Side;
 
 namespace {
 
-constexpr float log2_e = 1.44269504088896341f;
 constexpr int consumers = 2, threads = 128 * (consumers + 1);
 
 struct TwoPassArguments {
