@@ -20,7 +20,7 @@ Operand operand(const Tensor& x) {
 bool packs(const Tensor& x) {
   bool whole = is_aligned(operand(x).data) && x.size(3) % 8 == 0;
   for (int axis = 0; axis < 3; ++axis) whole = whole && (x.size(axis) == 1 || x.strides()[axis] % 8 == 0);
-  return whole;
+  return whole && std::abs(x.strides()[2]) < int64_t{1} << 30;
 }
 
 int padded_width(const AttentionProblem& p) {

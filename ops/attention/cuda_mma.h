@@ -569,7 +569,7 @@ void prepare_rows(const AttentionProblem& problem, const torus::detail::Attentio
 
 /// A tensor for kernels. Its last stride is 1.
 Operand operand(const Tensor& x);
-/// Whether every row starts at a multiple of 16 bytes.
+/// Whether every row starts at a multiple of 16 bytes, and less than 2^31 bytes after the one before.
 bool packs(const Tensor& x);
 /// The width that kernels are made for: 64, 128 or 256.
 int padded_width(const AttentionProblem& problem);

@@ -60,19 +60,31 @@ CUtensorMap tensor_map(const Tensor& x, int rows) {
 
 namespace {
 
-GroupedView add_view(DeviceBlock& block, const GroupedSide& side, const SideMap& owners) {
+GroupedView add_view(DeviceBlock& block, const GroupedSide& side, const std::vector<int32_t>& owners) {
   GroupedView view{};
-  view.tiles = block.add(side.tiles);
+  view.owners = block.add(owners);
   view.first = block.add(side.first);
   view.entries = block.add(side.entries);
   view.lists = block.add(side.lists);
   view.last_visitor = block.add(side.last_visitor);
   view.fragments = add_fragments(block, side.atoms);
-  if (!owners.order.linear()) {
-    view.order_tokens = block.add(owners.order.tokens);
-    view.order_first = block.add(owners.order.first);
-  }
   return view;
+}
+
+// GroupedView::owners, of `count` tokens.
+std::vector<int32_t> owners_of(const GroupedSide& side, const SideMap& map, int64_t count) {
+  std::vector<int32_t> tokens(side.tiles.size() * 64, -1);
+  for (size_t i = 0; i < side.tiles.size(); ++i) {
+    const int32_t tile = side.tiles[i];
+    if (tile < 0) continue;
+    const auto& order = map.order;
+    const int64_t first = order.linear() ? int64_t{tile} * 64 : order.first[static_cast<size_t>(tile)],
+                  end = order.linear() ? count : order.first[static_cast<size_t>(tile) + 1];
+    for (int64_t at = first; at < std::min(end, first + 64); ++at)
+      tokens[i * 64 + static_cast<size_t>(at - first)] =
+          static_cast<int32_t>(order.linear() ? at : order.tokens[static_cast<size_t>(at)]);
+  }
+  return tokens;
 }
 
 struct DeviceSides {
@@ -88,14 +100,15 @@ std::shared_ptr<const DeviceSides> build(const AttentionProblem& p, Side which, 
   table.batch_step = rule.per_batch() ? heads : 0;
   table.head_step = rule.per_head() ? 1 : 0;
   table.contiguous = table.uniform = true;
-  std::vector<std::shared_ptr<const MaskMap>> maps;
   std::vector<GroupedSide> sides;
+  std::vector<std::vector<int32_t>> owners;
   for (int64_t b = 0; b < batches; ++b)
     for (int64_t h = 0; h < heads; ++h) {
-      maps.push_back(rule.map({p.queries(), p.keys(), p.batch(), b, h}));
+      const auto map = rule.map({p.queries(), p.keys(), p.batch(), b, h});
       const bool of_queries = which == Side::query;
-      sides.push_back(group_side(*maps.back(), which, of_queries ? p.queries() : p.keys(),
-                                 of_queries ? p.keys() : p.queries(), group, width));
+      const int64_t count = of_queries ? p.queries() : p.keys();
+      sides.push_back(group_side(*map, which, count, of_queries ? p.keys() : p.queries(), group, width));
+      owners.push_back(owners_of(sides.back(), map->side(which), count));
       table.groups = std::max(table.groups, sides.back().groups());
       table.gathers = table.gathers || sides.back().gathers;
       table.contiguous = table.contiguous && sides.back().contiguous;
@@ -103,8 +116,7 @@ std::shared_ptr<const DeviceSides> build(const AttentionProblem& p, Side which, 
     }
   const auto add_all = [&](DeviceBlock& block) {
     std::vector<GroupedView> views;
-    for (size_t i = 0; i < sides.size(); ++i)
-      views.push_back(add_view(block, sides[i], maps[i]->side(which)));
+    for (size_t i = 0; i < sides.size(); ++i) views.push_back(add_view(block, sides[i], owners[i]));
     return block.add(views);
   };
   made->memory = DeviceBlock::fill(p.q.device(), [&](DeviceBlock& block) { table.views = add_all(block); });

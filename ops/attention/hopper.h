@@ -320,9 +320,9 @@ __device__ inline void multiply(float (&d)[64], const uint32_t (&a)[4], uint64_t
 
 /// What kernels need of a grouped side of a map, in device memory: see GroupedSide.
 struct GroupedView {
-  const int32_t *tiles, *first, *entries, *lists, *last_visitor;
+  const int32_t* owners;  // tokens of the tiles of a group, 64 each, and of the next; -1: none
+  const int32_t *first, *entries, *lists, *last_visitor;
   const uint32_t* fragments;  // atoms, as MapView::fragments
-  const int64_t *order_tokens, *order_first;
 };
 
 /// The sides of all batches and heads: that of (b, h) is views[b * batch_step + h * head_step].
@@ -343,13 +343,32 @@ GroupedTable grouped_table(const torus::detail::AttentionProblem& problem, torus
 /// The tensor map of x [B, H, N, D]: boxes of 64 columns by `rows`.
 CUtensorMap tensor_map(const Tensor& x, int rows);
 
+/// What a tile of owners sees of a block of `width` 64s, in bits: whether any pair; whether not all; whether
+/// the block is the group's last; and of each 64, whether nothing.
+struct Sight {
+  static constexpr int32_t visits = 1, masked = 2, last = 4, nothing = 8;
+};
+
 /// A block that is visited, as the warps that copy it tell those that multiply.
 template <int tiles, int width>
 struct BlockNote {
-  int32_t ids[tiles][width];
-  int32_t first, count;  // others: `first` is a token, if they are not listed
-  int32_t last;          // whether it is the last block of a group
+  int32_t sight[tiles];
+  int32_t ids[tiles][width];  // see GroupedSide
+  int32_t first, count;       // others: `first` is a token, if they are not listed
+  int32_t last;               // whether it is the last block of a group
   int32_t member;
+  const uint32_t* fragments;  // of its map
+
+  __device__ static int32_t sight_of(const int32_t (&ids)[width], int32_t count, bool last) {
+    int32_t sight = (count < 64 * width ? Sight::masked : 0) | (last ? Sight::last : 0);
+#pragma unroll
+    for (int i = 0; i < width; ++i) {
+      const bool none = ids[i] == torus::detail::GroupedSide::none;
+      sight |= (none ? Sight::nothing << i : Sight::visits) |
+               (ids[i] == torus::detail::GroupedSide::full ? 0 : Sight::masked);
+    }
+    return sight;
+  }
 };
 
 /// Writes an accumulator's 64 x 64 * panels columns, times a factor a row: row i of the warp group goes to
@@ -395,70 +414,127 @@ __device__ inline void store_rows(const float (&d)[n], const float (&factor)[2],
 // ------------------------------------------------------------------------- copies of rows by index, 16 bytes
 // a lane
 
-/// Token of row `row` of tile `tile`, -1 if there is none.
-__device__ inline int32_t owner(const GroupedView& map, int64_t tile, int row, int64_t owners) {
-  if (tile < 0) return -1;
-  if (!map.order_first) return tile * 64 + row < owners ? static_cast<int32_t>(tile * 64 + row) : -1;
-  const int64_t place = map.order_first[tile] + row;
-  return place < map.order_first[tile + 1] ? static_cast<int32_t>(map.order_tokens[place]) : -1;
-}
+/// Of a warp group that copies rows by index, the first warp reads maps ahead of the others.
+inline constexpr int copying_warps = 3;
 
-/// Starts to fill panels of `rows` rows by a warp group: each warp copies rows / 4 of them, whose tokens its
-/// lanes hold (-1: zeros). Columns beyond `columns` are zeros.
+/// Starts to fill panels of `rows` rows of these tokens (-1: zeros), by the copying warps; `stride` is less
+/// than 2^31 bytes.
 template <class T, int width, int rows>
-__device__ inline void gather(char* to, const T* head, int64_t stride, int columns, int32_t token) {
-  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32, chunk = lane % 8,
-            first = lane / 8;
-  const uint32_t there = __ballot_sync(0xffffffffu, token >= 0) >> first;
+__device__ inline void gather(char* to, const T* head, int64_t stride, int columns, const int32_t* tokens) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 - 1;
+  const int chunk = lane % 8, first = lane / 8;  // eight lanes a row
+  const auto bytes = static_cast<uint32_t>(stride * 2);
   const char* const base = reinterpret_cast<const char*>(head + chunk * 8);
-  const uint32_t place = shared_address(to) + (thread / 32 * (rows / 4) + first) * 128;
-  const uint32_t even = place + (chunk ^ first) * 16, odd = place + (chunk ^ (first + 4)) * 16;
-  token = max(token, 0);
-#pragma unroll 2
-  for (int i = 0; i < rows / 4; i += 4) {  // eight lanes a row, four rows at once
-    const char* const from = base + int64_t{__shfl_sync(0xffffffffu, token, first + i)} * (stride * 2);
+  const uint32_t place = shared_address(to);
+  const uint32_t half[2] = {place + first * 128 + (chunk ^ first) * 16,
+                            place + (first + 4) * 128 + (chunk ^ (first + 4)) * 16};
+  // Eight rows at a time, whose swizzle is always the same; all tokens are read before they are used.
+  constexpr int turns = (rows / 8 + copying_warps - 1) / copying_warps;
+  const auto there = [&](int turn) {
+    return 8 * copying_warps * (turn + 1) <= rows || 8 * (warp + copying_warps * turn) < rows;
+  };
+  int32_t token[turns][2];
 #pragma unroll
-    for (int panel = 0; panel < width / 64; ++panel)
-      copy_16_async((i % 8 == 0 ? even : odd) + i * 128 + panel * rows * 128, from + panel * 128,
-                    (there >> i & 1) && panel * 64 + chunk * 8 < columns);
-  }
+  for (int turn = 0; turn < turns; ++turn)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (there(turn)) token[turn][h] = tokens[8 * (warp + copying_warps * turn) + 4 * h + first];
+#pragma unroll
+  for (int turn = 0; turn < turns; ++turn)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (!there(turn)) break;
+      const char* const from = base + uint64_t{static_cast<uint32_t>(token[turn][h])} * bytes;
+#pragma unroll
+      for (int panel = 0; panel < width / 64; ++panel)
+        copy_16_async(half[h] + (warp + copying_warps * turn) * 1024 + panel * rows * 128, from + panel * 128,
+                      token[turn][h] >= 0 && panel * 64 + chunk * 8 < columns);
+    }
 }
 
-/// Goes through what a group visits, by a warp group that copies it: use(word, whether the entry ends,
-/// whether the group ends, token of the lane's row), where lane i holds word i of the entry, and the lane's
-/// row is warp * rows / 4 + lane. Words are read two entries ahead and tokens one block: a block that waits
-/// for neither is copied as soon as there is room for it.
-template <int rows, int stride, class Use>
-__device__ inline void walk_rows(const GroupedView& map, int64_t group, const Use& use) {
-  const int thread = static_cast<int>(threadIdx.x) % 128, lane = thread % 32;
-  const int row = thread / 32 * (rows / 4) + lane;
-  int32_t entry = map.first[group];
-  const int32_t end = map.first[group + 1];
-  const int32_t *const words = map.entries + lane, *const lists = map.lists + row;
-  const auto read = [&](int32_t which) -> int32_t {
-    return which < end && lane < stride ? words[int64_t{which} * stride] : 0;
-  };
-  int32_t word = read(entry), next_word = read(entry + 1);
-  const auto of_lane = [](int32_t value, int from) { return __shfl_sync(0xffffffffu, value, from); };
-  const auto token_of = [&](int32_t of, int32_t n) -> int32_t {
-    const int32_t first = of_lane(of, 0), blocks = of_lane(of, 1), left = of_lane(of, 2);
-    if (lane >= rows / 4 || row >= (n >= blocks - 1 ? left : rows)) return -1;
-    return blocks == 0 ? lists[first] : first + n * rows + row;
-  };
-  int32_t token = token_of(word, 0);
-  for (int32_t n = 0; entry < end;) {
-    const bool ends = n >= of_lane(word, 1) - 1;
-    int32_t later_word = word, later_n = n + 1;
-    if (ends) {
-      ++entry;
-      later_word = next_word, later_n = 0;
-      next_word = read(entry + 1);
-    }
-    const int32_t later_token = token_of(later_word, later_n);  // read while this block is copied
-    use(word, ends, entry == end, token);
-    word = later_word, n = later_n, token = later_token;
+/// What a block of threads that copies by index goes through: rings that one warp writes, ahead of the warps
+/// that copy and of those that multiply, so that none of these waits for maps. A visit is a block of others.
+template <int tiles, int width, int groups, int visits>
+struct Agenda {
+  static constexpr int others = 64 * width, words = 3 + tiles * width;
+  Barrier group_full[groups], group_empty[groups], visit_full[visits], visit_empty[visits];
+  int32_t group[groups], matrix[groups];  // group -1: no more
+  int32_t owners[groups][64 * tiles];     // their tokens; -1: none
+  BlockNote<tiles, width> notes[visits];
+  int32_t tokens[visits][others];  // -1: none
+
+  /// By one thread; each warp that copies or multiplies arrives once at what is empty again.
+  __device__ void init() {
+    constexpr uint32_t readers = copying_warps + 4 * tiles;
+    // Copies of all lanes, and once what they stored themselves.
+    for (int i = 0; i < groups; ++i) group_full[i].init(32 + 1), group_empty[i].init(readers);
+    for (int i = 0; i < visits; ++i) visit_full[i].init(32 + 1), visit_empty[i].init(readers);
   }
-}
+
+  /// By one warp. Matrices are `heads` a batch, each of which goes through `members` query heads.
+  __device__ void write(const GroupedTable& maps, const mma::Schedule& schedule, int32_t* taken,
+                        uint32_t heads, int32_t members) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const auto of_lane = [](int32_t value, int from) { return __shfl_sync(0xffffffffu, value, from); };
+    Stage<groups> own;
+    Stage<visits> visit;
+    for (int64_t index = blockIdx.x;; own.next()) {
+      int64_t g = -1, m = 0;
+      if (index < schedule.tiles * schedule.matrices) schedule.find(index, g, m);
+      const int64_t b = static_cast<uint32_t>(m) / heads, first_head = (m - b * heads) * members;
+      group_empty[own.index].wait(own.parity ^ 1);
+      if (lane == 0) group[own.index] = static_cast<int32_t>(g), matrix[own.index] = static_cast<int32_t>(m);
+      if (g >= 0) {
+        const int32_t* const from = maps.of(b, first_head).owners + g * (64 * tiles);
+#pragma unroll
+        for (int i = lane; i < 64 * tiles; i += 32)
+          copy_4_async(shared_address(&owners[own.index][i]), from + i, true);
+      }
+      group_full[own.index].arrive_after_copies();
+      __syncwarp();
+      if (lane == 0) group_full[own.index].arrive();
+      if (g < 0) return;
+      index =
+          taken ? int64_t{gridDim.x} + of_lane(lane == 0 ? atomicAdd(taken, 1) : 0, 0) : index + gridDim.x;
+      for (int32_t member = 0; member < members; ++member) {
+        const GroupedView& map = maps.of(b, first_head + member);
+        const int32_t end = map.first[g + 1];
+        int32_t entry = map.first[g];
+        const auto read = [&](int32_t which) -> int32_t {
+          return which < end && lane < words ? map.entries[int64_t{which} * words + lane] : 0;
+        };
+        for (int32_t word = read(entry), next_word; entry < end; ++entry, word = next_word) {
+          next_word = read(entry + 1);
+          const int32_t first = of_lane(word, 0), blocks = of_lane(word, 1), left = of_lane(word, 2);
+          for (int32_t n = 0; n < max(blocks, 1); ++n, visit.next()) {
+            const bool ends = n >= blocks - 1;
+            const int32_t count = ends ? left : others;
+            visit_empty[visit.index].wait(visit.parity ^ 1);
+            auto& note = notes[visit.index];
+            const bool last = ends && entry + 1 == end && member == members - 1;
+            if (lane == 0)
+              note.count = count, note.last = last, note.member = member, note.fragments = map.fragments;
+            int32_t ids[width];
+#pragma unroll
+            for (int i = 0; i < width; ++i) ids[i] = of_lane(word, 3 + min(lane, tiles - 1) * width + i);
+            if (lane < tiles) note.sight[lane] = note.sight_of(ids, count, last);
+            if (lane >= 3 && lane < words) note.ids[(lane - 3) / width][(lane - 3) % width] = word;
+            int32_t* const to = tokens[visit.index];
+#pragma unroll
+            for (int i = lane; i < others; i += 32)
+              if (blocks == 0 && i < count)
+                copy_4_async(shared_address(to + i), map.lists + first + i, true);
+              else
+                to[i] = i < count ? first + n * others + i : -1;
+            visit_full[visit.index].arrive_after_copies();
+            __syncwarp();
+            if (lane == 0) visit_full[visit.index].arrive();
+          }
+        }
+      }
+    }
+  }
+};
 
 /// Writes the note of a block, by one thread.
 template <int tiles, int width>
@@ -467,47 +543,37 @@ __device__ inline void write_note(BlockNote<tiles, width>& note, const int32_t* 
   for (int i = 0; i < tiles * width; ++i) note.ids[i / width][i % width] = entry[3 + i];
   note.count = ends ? entry[2] : 64 * width;
   note.last = last;
-}
-/// The same by a warp whose lane i holds word i of the entry; then any lane may publish it.
-template <int tiles, int width>
-__device__ inline void write_note(BlockNote<tiles, width>& note, int32_t word, bool ends, bool last) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  if (lane == 0) note.last = last;
-  if (lane == 2) note.count = ends ? word : 64 * width;
-  if (lane >= 3 && lane < 3 + tiles * width) note.ids[(lane - 3) / width][(lane - 3) % width] = word;
-  __syncwarp();
-}
-
-/// The 64 of a block that a product reads in place of the i-th 64, of which a tile of owners may see nothing:
-/// then its factors are 0, and what they multiply must be finite, as is what the tile sees.
-template <int width>
-__device__ inline int seen_64(const int32_t (&ids)[width], int i) {
-  return width == 2 && ids[i] == torus::detail::GroupedSide::none ? 1 - i : i;
+#pragma unroll
+  for (int i = 0; i < tiles; ++i) note.sight[i] = note.sight_of(note.ids[i], note.count, last);
 }
 
 /// What a warp group's tile sees of a block.
 template <int width>
 struct Allowed {
   uint32_t word[width];  // of each 64 others: bit 4 j + 2 h + c, as accumulators
-  int seen[width];       // see seen_64
-  bool visits, masked;   // any pair; not all of them
+  int seen[width];  // the 64 that a product reads in place of the i-th, of which a tile of owners may see
+                    // nothing: then its factors are 0, and what they multiply must be finite, as is what the
+                    // tile sees
+  bool visits, masked, last;
 
   template <int tiles>
-  __device__ Allowed(const BlockNote<tiles, width>& note, int tile, const uint32_t* fragments) {
+  __device__ Allowed(const BlockNote<tiles, width>& note, int tile) {
     const int thread = static_cast<int>(threadIdx.x) % 128;
-    visits = false, masked = note.count < 64 * width;
+    const int32_t sight = uniform(note.sight[tile]);
+    visits = sight & Sight::visits, masked = sight & Sight::masked, last = sight & Sight::last;
 #pragma unroll
     for (int i = 0; i < width; ++i) {
+      seen[i] = width == 2 && (sight & Sight::nothing << i) ? 1 - i : i;
+      word[i] = ~0u;
+      if (!masked) continue;
       const int32_t id = note.ids[tile][i];
-      seen[i] = seen_64(note.ids[tile], i);
-      visits |= id != torus::detail::GroupedSide::none;
-      masked |= id != torus::detail::GroupedSide::full;
-      word[i] = id == torus::detail::GroupedSide::full ? ~0u
-                : id < 0                               ? 0u
-                                                       : fragments[int64_t{128} * id + thread];
-      if (note.count < 64 * (i + 1)) word[i] &= columns_below(note.count - 64 * i, thread % 32);
+      if (id >= 0)
+        word[i] = __ldg(note.fragments + int64_t{128} * id + thread);
+      else if (sight & Sight::nothing << i)
+        word[i] = 0;
+      else if (note.count < 64 * (i + 1))
+        word[i] = columns_below(note.count - 64 * i, thread % 32);
     }
-    visits = uniform(visits), masked = uniform(masked);
   }
 };
 

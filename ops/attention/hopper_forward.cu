@@ -36,23 +36,30 @@ struct Shape {
   static constexpr int threads = 128 * (consumers + 1);
   static constexpr int panels = width / 64;
   static constexpr int q_bytes = 64 * width * 2, block_bytes = keys * width * 2;
-  static constexpr size_t memory = size_t{1024} + q_stages * consumers * q_bytes + 2 * stages * block_bytes;
+  static constexpr size_t memory = q_stages * consumers * q_bytes + 2 * stages * block_bytes;
 };
 
-// The part of shared memory that is not tiles.
+// What the thread that copies boxes tells of each stage; as Agenda.
 template <class S>
+struct BoxNotes {
+  BlockNote<S::consumers, S::halves> notes[S::stages];
+  int32_t group[S::q_stages], matrix[S::q_stages];  // whose queries are there; group -1: no more
+};
+
+constexpr int groups = 2, visits = 8;  // those ahead, where rows are gathered
+
+// The part of shared memory that is not tiles.
+template <class S, bool gathers>
 struct Shared {
   Barrier q_full[S::q_stages], q_empty[S::q_stages], k_full[S::stages], k_empty[S::stages], v_full[S::stages],
       v_empty[S::stages];
-  BlockNote<S::consumers, S::halves> notes[S::stages];
-  int32_t group[S::q_stages], matrix[S::q_stages];  // whose queries are there; group -1: no more
-  int32_t tokens[S::stages][S::keys];               // of general scores, if they are gathered
+  std::conditional_t<gathers, Agenda<S::consumers, S::halves, groups, visits>, BoxNotes<S>> told;
 };
 
 // Copies boxes, by one thread.
 template <class S>
-__device__ inline void copy_tiles(const ForwardArguments& a, Shared<S>& shared, char* q_tiles, char* k_blocks,
-                                  char* v_blocks) {
+__device__ inline void copy_tiles(const ForwardArguments& a, Shared<S, false>& shared, char* q_tiles,
+                                  char* k_blocks, char* v_blocks) {
   constexpr int stride = 3 + S::consumers * S::halves;
   Stage<S::stages> stage;
   Stage<S::q_stages> q_stage;
@@ -62,7 +69,8 @@ __device__ inline void copy_tiles(const ForwardArguments& a, Shared<S>& shared, 
     if (index < total) a.schedule.find(index, group, matrix);
     const int q_at = q_stage.index;
     shared.q_empty[q_at].wait(q_stage.parity ^ 1);  // of a fresh barrier, the phase before is complete
-    shared.group[q_at] = static_cast<int32_t>(group), shared.matrix[q_at] = static_cast<int32_t>(matrix);
+    shared.told.group[q_at] = static_cast<int32_t>(group);
+    shared.told.matrix[q_at] = static_cast<int32_t>(matrix);
     if (group < 0) {
       shared.q_full[q_at].arrive();
       return;
@@ -89,8 +97,8 @@ __device__ inline void copy_tiles(const ForwardArguments& a, Shared<S>& shared, 
         const int32_t first = entry[0] + n * S::keys;
         const int at = stage.index;
         shared.k_empty[at].wait(stage.parity ^ 1);
-        write_note(shared.notes[at], entry, n == blocks - 1, n == blocks - 1 && entry + stride == end);
-        shared.notes[at].first = first;
+        write_note(shared.told.notes[at], entry, n == blocks - 1, n == blocks - 1 && entry + stride == end);
+        shared.told.notes[at].first = first, shared.told.notes[at].fragments = map.fragments;
         shared.k_full[at].arrive_and_expect(S::block_bytes);
 #pragma unroll
         for (int panel = 0; panel < S::panels; ++panel)
@@ -108,46 +116,47 @@ __device__ inline void copy_tiles(const ForwardArguments& a, Shared<S>& shared, 
   }
 }
 
-// Copies rows by index, by a warp group.
-template <class T, int width, bool general, class S>
-__device__ inline void gather_tiles(const ForwardArguments& a, Shared<S>& shared, char* q_tiles,
+// Copies rows by index, by the copying warps.
+template <class T, int width, class S>
+__device__ inline void gather_tiles(const ForwardArguments& a, Shared<S, true>& shared, char* q_tiles,
                                     char* k_blocks, char* v_blocks) {
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  auto& told = shared.told;
+  const bool speaks = threadIdx.x % 32 == 0;
   Stage<S::stages> stage;
   Stage<S::q_stages> q_stage;
-  for (int64_t index = blockIdx.x; index < a.schedule.tiles * a.schedule.matrices;
-       index += gridDim.x, q_stage.next()) {
+  Stage<groups> own;
+  Stage<visits> visit;
+  for (;; q_stage.next(), own.next()) {
+    told.group_full[own.index].wait(own.parity);
+    if (told.group[own.index] < 0) return;
+    const auto matrix = static_cast<uint32_t>(told.matrix[own.index]), heads = static_cast<uint32_t>(a.heads);
+    const int64_t b = matrix / heads, h = matrix % heads, kv_head = h / a.group;
     const int q_at = q_stage.index;
-    int64_t group, matrix;
-    a.schedule.find(index, group, matrix);
-    const int64_t b = matrix / a.heads, h = matrix % a.heads, kv_head = h / a.group;
-    const GroupedView& map = a.maps.of(b, h);
     shared.q_empty[q_at].wait(q_stage.parity ^ 1);
-    for (int i = 0; i < S::consumers; ++i) {
-      const int32_t own =
-          lane < 16 ? owner(map, map.tiles[group * S::consumers + i], thread / 32 * 16 + lane, a.queries)
-                    : -1;
+#pragma unroll 1
+    for (int i = 0; i < S::consumers; ++i)
       gather<T, width, 64>(q_tiles + (q_at * S::consumers + i) * S::q_bytes, a.q_rows.of<const T>(b, h),
-                           a.q_rows.row, a.width, own);
-    }
+                           a.q_rows.row, a.width, told.owners[own.index] + 64 * i);
     shared.q_full[q_at].arrive_after_copies();
+    __syncwarp();
+    if (speaks) told.group_empty[own.index].arrive();
     const T* const k = a.k_rows.of<const T>(b, kv_head);
     const T* const v = a.v_rows.of<const T>(b, kv_head);
-    walk_rows<S::keys, 3 + S::consumers * S::halves>(
-        map, group, [&](int32_t word, bool ends, bool last, int32_t token) {
-          const int at = stage.index;
-          shared.k_empty[at].wait(stage.parity ^ 1);
-          if (general && lane < S::keys / 4) shared.tokens[at][thread / 32 * (S::keys / 4) + lane] = token;
-          if (thread < 32) write_note(shared.notes[at], word, ends, last);
-          if (general) __syncwarp();
-          if (lane == 0 && (general || thread == 0)) shared.k_full[at].arrive();
-          gather<T, width, S::keys>(k_blocks + at * S::block_bytes, k, a.k_rows.row, a.width, token);
-          shared.k_full[at].arrive_after_copies();
-          shared.v_empty[at].wait(stage.parity ^ 1);
-          gather<T, width, S::keys>(v_blocks + at * S::block_bytes, v, a.v_rows.row, a.value_width, token);
-          shared.v_full[at].arrive_after_copies();
-          stage.next();
-        });
+    for (bool last = false; !last; stage.next(), visit.next()) {
+      const int at = stage.index, visited = visit.index;
+      told.visit_full[visited].wait(visit.parity);
+      last = told.notes[visited].last;
+      shared.k_empty[at].wait(stage.parity ^ 1);
+      gather<T, width, S::keys>(k_blocks + at * S::block_bytes, k, a.k_rows.row, a.width,
+                                told.tokens[visited]);
+      shared.k_full[at].arrive_after_copies();
+      shared.v_empty[at].wait(stage.parity ^ 1);
+      gather<T, width, S::keys>(v_blocks + at * S::block_bytes, v, a.v_rows.row, a.value_width,
+                                told.tokens[visited]);
+      shared.v_full[at].arrive_after_copies();
+      __syncwarp();
+      if (speaks) told.visit_empty[visited].arrive();
+    }
   }
 }
 
@@ -157,39 +166,39 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
   using S = Shape<width, gathers, general>;
   constexpr int consumers = S::consumers, halves = S::halves, keys = S::keys, stages = S::stages;
   static_assert(S::panels * 64 == width);
-  extern __shared__ char raw_memory[];
-  char* const memory =
-      reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(raw_memory) + 1023) & ~uintptr_t{1023});
+  extern __shared__ __align__(1024) char memory[];
   char* const q_tiles = memory;  // of a consumer, panels of 64 queries
   char* const k_blocks = q_tiles + S::q_stages * consumers * S::q_bytes;
   char* const v_blocks = k_blocks + stages * S::block_bytes;
-  __shared__ Shared<S> shared;
+  auto& shared = *reinterpret_cast<Shared<S, gathers>*>(memory + S::memory);
   const int thread = static_cast<int>(threadIdx.x), role = uniform(thread / 128);  // 0 copies
 
   if (thread == 0) {
-    constexpr uint32_t copying = gathers ? 128 : 1;
+    constexpr uint32_t copying = gathers ? 32 * copying_warps : 1;
     for (int i = 0; i < S::q_stages; ++i)
       shared.q_full[i].init(copying), shared.q_empty[i].init(4 * consumers);
     for (int i = 0; i < stages; ++i) {
-      // + 1: the note is written; + 4: by each warp its tokens too.
-      shared.k_full[i].init(!gathers ? copying : general ? copying + 4 : copying + 1);
-      shared.v_full[i].init(copying);
+      shared.k_full[i].init(copying), shared.v_full[i].init(copying);
       shared.k_empty[i].init(4 * consumers), shared.v_empty[i].init(4 * consumers);
     }
+    if constexpr (gathers) shared.told.init();
     publish_barriers();
   }
   __syncthreads();
 
   if (role == 0) {
-    give_registers<consumers == 3 ? 32 : gathers ? 40 : 24>();
-    if constexpr (gathers)
-      gather_tiles<T, width, general>(a, shared, q_tiles, k_blocks, v_blocks);
-    else if (thread == 0)
-      copy_tiles(a, shared, q_tiles, k_blocks, v_blocks);
+    give_registers<consumers == 3 ? 32 : gathers ? 56 : 40>();
+    if constexpr (!gathers) {
+      if (thread == 0) copy_tiles(a, shared, q_tiles, k_blocks, v_blocks);
+    } else if (thread < 32) {
+      shared.told.write(a.maps, a.schedule, a.taken, static_cast<uint32_t>(a.heads), 1);
+    } else {
+      gather_tiles<T, width>(a, shared, q_tiles, k_blocks, v_blocks);
+    }
     return;
   }
 
-  take_registers<consumers == 3 ? 160 : gathers ? 232 : 240>();
+  take_registers<consumers == 3 ? 160 : gathers ? 224 : 232>();
   const int me = role - 1, in_group = thread % 128, lane = thread % 32;
   const bool speaks = lane == 0;  // for its warp
   constexpr int out_parts = width == 256 ? 2 : 1, out_size = width == 64 ? 32 : 64;
@@ -200,29 +209,35 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
   constexpr bool in_turn = width == 64 && !gathers && !general;
   if (in_turn && me == consumers - 1) arrive_at(1, 256);
 
-  for (int64_t index = blockIdx.x;; index += gridDim.x, q_stage.next()) {
-    if (gathers && index >= a.schedule.tiles * a.schedule.matrices) return;
-    const int q_at = q_stage.index;
-    shared.q_full[q_at].wait(q_stage.parity);
-    int64_t group, matrix;
+  auto& told = shared.told;
+  [[maybe_unused]] Stage<groups> own_stage;
+  [[maybe_unused]] Stage<visits> visit;
+  for (;; q_stage.next(), own_stage.next()) {
+    const int q_at = q_stage.index, own_at = gathers ? own_stage.index : q_at;
+    if constexpr (gathers)
+      told.group_full[own_at].wait(own_stage.parity);
+    else
+      shared.q_full[q_at].wait(q_stage.parity);
+    const int64_t group = told.group[own_at], matrix = told.matrix[own_at];
+    if (group < 0) return;
     if constexpr (gathers) {
+      shared.q_full[q_at].wait(q_stage.parity);
       publish_stores();
-      a.schedule.find(index, group, matrix);
-    } else {
-      group = shared.group[q_at], matrix = shared.matrix[q_at];
-      if (group < 0) return;
     }
     const uint64_t q_tile = descriptor(q_tiles + (q_at * consumers + me) * S::q_bytes);
     const auto heads = static_cast<uint32_t>(a.heads);
     const int64_t b = static_cast<uint32_t>(matrix) / heads, h = matrix - b * heads;
-    const GroupedView& map = a.maps.of(b, h);
+    const auto token = [&](int row) -> int64_t {
+      if constexpr (gathers) return told.owners[own_at][64 * me + row];
+      const int64_t query = (group * consumers + me) * 64 + row;
+      return query < a.queries ? query : -1;
+    };
     [[maybe_unused]] int64_t own[2];  // tokens of the lane's rows
     [[maybe_unused]] uint32_t own_word[2];
     if constexpr (general)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        own[half] = owner(map, map.tiles[group * consumers + me], in_group / 32 * 16 + lane / 4 + 8 * half,
-                          a.queries);
+        own[half] = token(in_group / 32 * 16 + lane / 4 + 8 * half);
         if (a.scores.dropout.active()) own_word[half] = a.scores.drawn().row_word(matrix, own[half]);
       }
 
@@ -277,8 +292,10 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
     const auto soften = [&](const Allowed<halves>& allowed, [[maybe_unused]] int at) {
       [[maybe_unused]] const auto key = [&](int j, int c) -> int64_t {
         const int column = 8 * j + lane % 4 * 2 + c;
-        if constexpr (gathers) return shared.tokens[at][column];
-        return column < shared.notes[at].count ? shared.notes[at].first + column : -1;
+        if constexpr (gathers)
+          return told.tokens[at][column];
+        else
+          return column < told.notes[at].count ? told.notes[at].first + column : -1;
       };
       if constexpr (general) {
         uint32_t slope[8][2];
@@ -337,15 +354,18 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
           weights[kk][e] = pack<T>(s[8 * kk + e / 2 * 4 + e % 2 * 2], s[8 * kk + e / 2 * 4 + e % 2 * 2 + 1]);
     };
 
-    for (bool last = false; !last; stage.next()) {
+    for (bool last = false; !last; stage.next(), visit.next()) {
+      const int visited = gathers ? visit.index : stage.index;
+      if constexpr (gathers) told.visit_full[visited].wait(visit.parity);
       shared.k_full[stage.index].wait(stage.parity);
       if constexpr (gathers) publish_stores();
-      const auto& note = shared.notes[stage.index];
-      last = uniform(note.last);
-      const Allowed<halves> allowed(note, me, map.fragments);
+      const auto& note = told.notes[visited];
+      const Allowed<halves> allowed(note, me);
+      last = allowed.last;
       const auto done_with_keys = [&] {
         if (!speaks) return;
         shared.k_empty[stage.index].arrive();
+        if constexpr (gathers) told.visit_empty[visited].arrive();
         if (last) shared.q_empty[q_at].arrive();
       };
       if (in_turn) sync_at(1 + me, 256);
@@ -370,7 +390,7 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
         wait_for_products<1>();
         hold(s);
         if (!general) done_with_keys();
-        const bool grows = soften(allowed, stage.index);
+        const bool grows = soften(allowed, visited);
         if (general) done_with_keys();
         wait_for_products<0>();
 #pragma unroll
@@ -383,7 +403,7 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
         wait_for_products<0>();
         hold(s);
         if (!general) done_with_keys();
-        const bool grows = soften(allowed, stage.index);
+        const bool grows = soften(allowed, visited);
         if (general) done_with_keys();
         if (grows && filled) rescale(factor);
       }
@@ -400,9 +420,6 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
 #pragma unroll
         for (int i = 0; i < out_size; ++i) out[part][i] = 0;
 
-    const int64_t tile = map.tiles[group * consumers + me];
-    if (tile < 0) continue;
-    const auto token = [&](int row) -> int64_t { return owner(map, tile, row, a.queries); };
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -415,6 +432,10 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
 #pragma unroll
     for (int part = 0; part < out_parts; ++part)
       store_rows<T>(out[part], inverse, a.out.of<T>(b, h), a.out.row, part * 128, a.value_width, token);
+    if constexpr (gathers) {
+      __syncwarp();
+      if (speaks) told.group_empty[own_at].arrive();
+    }
   }
 }
 
@@ -441,15 +462,16 @@ void launch(const AttentionProblem& p, const mma::HostScores& scores, Tensor& ou
                              maps,
                              mma::Schedule(maps.groups, p.batch() * p.heads(), bytes / group, true)};
   Tensor taken;
-  if (!gathers && !maps.uniform) {
+  if (!maps.uniform) {
     taken = Tensor::zeros({1}, i32, p.q.device());
     arguments.taken = taken.mutable_data<int32_t>();
   }
   const auto kernel = forward<T, width, gathers, general>;
-  allow_shared_memory(reinterpret_cast<const void*>(kernel), S::memory);
+  constexpr size_t bytes_of_shared = S::memory + sizeof(Shared<S, gathers>);
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes_of_shared);
   const int64_t blocks =
       std::min<int64_t>(arguments.schedule.blocks(), properties(p.q.device()).multiProcessorCount);
-  kernel<<<static_cast<unsigned>(blocks), S::threads, S::memory, stream_of(p.q)>>>(arguments);
+  kernel<<<static_cast<unsigned>(blocks), S::threads, bytes_of_shared, stream_of(p.q)>>>(arguments);
   check_launch("attention.forward");
 }
 

@@ -1,7 +1,7 @@
 // Backward of attention on Hopper for any map and width, and any score up to width 128: keys own blocks of
 // threads for dK and dV, then queries for dQ, so that every sum has one owner and one order. One warp group
-// copies rows by index, two own 64 tokens each. Scores are computed twice: hopper_backward.cu is faster where
-// it can be used.
+// copies rows by index, told by an agenda, two own 64 tokens each. Scores are computed twice:
+// hopper_backward.cu is faster where it can be used.
 #include "torus/ops/attention/hopper.h"
 
 namespace torus::gpu::hopper {
@@ -21,6 +21,7 @@ struct TwoPassArguments {
   int64_t heads, kv_heads, queries, keys;
   int width, value_width;
   mma::ScoreArguments scores;
+  int32_t* taken;  // as in the forward
   GroupedTable maps;
   mma::Schedule schedule;
 };
@@ -32,19 +33,21 @@ template <int width, bool general>
 struct Shape {
   static constexpr int halves = width == 64 && !general ? 2 : 1;
   static constexpr int others = 64 * halves;
+  static constexpr int own_stages = width == 64 ? 2 : 1;
   static constexpr int stages1 = width == 256 ? 2 : 4, stages2 = width == 256 ? 1 : 4;  // of y1, y2 below
+  static constexpr int groups = own_stages, visits = 2 * stages1;
   static constexpr int own_bytes = 64 * width * 2, block_bytes = others * width * 2;
-  static constexpr size_t memory = 2 * consumers * own_bytes + (stages1 + stages2) * block_bytes;
+  static constexpr size_t memory = 2 * own_stages * consumers * own_bytes + (stages1 + stages2) * block_bytes;
 };
 
-template <class S>
+template <class S, bool general>
 struct Shared {
-  Barrier own_full, full1[S::stages1], empty1[S::stages1], full2[S::stages2], empty2[S::stages2];
-  BlockNote<consumers, S::halves> notes[S::stages1];
+  Barrier own_full[S::own_stages], own_empty[S::own_stages], full1[S::stages1], empty1[S::stages1],
+      full2[S::stages2], empty2[S::stages2];
+  Agenda<consumers, S::halves, S::groups, S::visits> told;
   // Of queries that are others; the word is that of dropout.
   alignas(16) float lse[S::stages1][S::others], delta[S::stages1][S::others];
-  alignas(16) uint32_t word[S::stages1][S::others];
-  alignas(16) int32_t tokens[S::stages1][S::others];  // of others, for general scores
+  alignas(16) uint32_t word[S::stages1][general ? S::others : 1];
 };
 
 // Owners x (keys: k, v; queries: q, dO) and others y (queries: q, dO; keys: k, v).
@@ -56,273 +59,289 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
   constexpr int others = S::others;
   extern __shared__ __align__(1024) char memory[];
   char* const x1_tiles = memory;
-  char* const x2_tiles = x1_tiles + consumers * S::own_bytes;
-  char* const y1_blocks = x2_tiles + consumers * S::own_bytes;
+  char* const x2_tiles = x1_tiles + S::own_stages * consumers * S::own_bytes;
+  char* const y1_blocks = x2_tiles + S::own_stages * consumers * S::own_bytes;
   char* const y2_blocks = y1_blocks + S::stages1 * S::block_bytes;
-  auto& shared = *reinterpret_cast<Shared<S>*>(memory + S::memory);
+  auto& shared = *reinterpret_cast<Shared<S, general>*>(memory + S::memory);
+  auto& told = shared.told;
   const int thread = static_cast<int>(threadIdx.x), role = uniform(thread / 128),
             lane = thread % 32;  // 0 copies
 
   if (thread == 0) {
-    shared.own_full.init(128);
-    for (int i = 0; i < S::stages1; ++i)
-      shared.full1[i].init(128 + 4), shared.empty1[i].init(4 * consumers);  // + 4: each warp's stores
-    for (int i = 0; i < S::stages2; ++i) shared.full2[i].init(128), shared.empty2[i].init(4 * consumers);
+    constexpr uint32_t copying = 32 * copying_warps;
+    for (int i = 0; i < S::own_stages; ++i)
+      shared.own_full[i].init(copying), shared.own_empty[i].init(4 * consumers);
+    for (int i = 0; i < S::stages1; ++i) shared.full1[i].init(copying), shared.empty1[i].init(4 * consumers);
+    for (int i = 0; i < S::stages2; ++i) shared.full2[i].init(copying), shared.empty2[i].init(4 * consumers);
+    told.init();
     publish_barriers();
   }
   __syncthreads();
-  int64_t group, matrix;
-  a.schedule.find(blockIdx.x, group, matrix);
   const auto own_heads = static_cast<uint32_t>(keys_own ? a.kv_heads : a.heads);
-  const int64_t b = static_cast<uint32_t>(matrix) / own_heads, own_head = matrix - b * own_heads;
-  const int64_t members = a.heads / a.kv_heads, owner_count = keys_own ? a.keys : a.queries;
-  // The query heads that are gone through.
-  const int64_t first_head = keys_own ? own_head * members : own_head,
-                last_head = first_head + (keys_own ? members : 1);
+  const auto group_size = static_cast<int32_t>(a.heads / a.kv_heads);  // query heads that share keys
+  const int32_t members = keys_own ? group_size : 1;  // the query heads that owners go through
+  Stage<S::groups> group_stage;
+  Stage<S::own_stages> own_stage;
+  Stage<S::visits> visit;
+  Stage<S::stages1> stage1;
+  Stage<S::stages2> stage2;
 
   if (role == 0) {
-    give_registers<40>();
+    give_registers<56>();
+    if (thread < 32) return told.write(a.maps, a.schedule, a.taken, own_heads, members);
+    const bool speaks = lane == 0;
     const Rows &x1 = keys_own ? a.k : a.q, &x2 = keys_own ? a.v : a.d_out;
     const Rows &y1 = keys_own ? a.q : a.k, &y2 = keys_own ? a.d_out : a.v;
-    const GroupedView& own_map = a.maps.of(b, first_head);
+    for (;; group_stage.next(), own_stage.next()) {
+      const int group_at = group_stage.index, own_at = own_stage.index;
+      told.group_full[group_at].wait(group_stage.parity);
+      if (told.group[group_at] < 0) return;
+      const auto matrix = static_cast<uint32_t>(told.matrix[group_at]);
+      const int64_t b = matrix / own_heads, own_head = matrix % own_heads;
+      shared.own_empty[own_at].wait(own_stage.parity ^ 1);
 #pragma unroll 1
-    for (int i = 0; i < consumers; ++i) {
-      const int32_t token = lane < 16 ? owner(own_map, own_map.tiles[group * consumers + i],
-                                              thread / 32 * 16 + lane, owner_count)
-                                      : -1;
-      gather<T, width, 64>(x1_tiles + i * S::own_bytes, x1.of<const T>(b, own_head), x1.row, a.width, token);
-      if constexpr (of_scores)
-        gather<T, width, 64>(x2_tiles + i * S::own_bytes, x2.of<const T>(b, own_head), x2.row, a.value_width,
-                             token);
+      for (int i = 0; i < consumers; ++i) {
+        const int32_t* const tokens = told.owners[group_at] + 64 * i;
+        const int tile = own_at * consumers + i;
+        gather<T, width, 64>(x1_tiles + tile * S::own_bytes, x1.of<const T>(b, own_head), x1.row, a.width,
+                             tokens);
+        if constexpr (of_scores)
+          gather<T, width, 64>(x2_tiles + tile * S::own_bytes, x2.of<const T>(b, own_head), x2.row,
+                               a.value_width, tokens);
+      }
+      shared.own_full[own_at].arrive_after_copies();
+      __syncwarp();
+      if (speaks) told.group_empty[group_at].arrive();
+      for (bool last = false; !last; visit.next(), stage1.next(), stage2.next()) {
+        const int at = stage1.index, visited = visit.index;
+        told.visit_full[visited].wait(visit.parity);
+        last = told.notes[visited].last;
+        const int32_t* const tokens = told.tokens[visited];
+        const int64_t query_head = own_head * members + told.notes[visited].member;
+        const int64_t other_head = keys_own ? query_head : own_head / group_size;
+        shared.empty1[at].wait(stage1.parity ^ 1);
+        if constexpr (keys_own) {
+          const int64_t first_row = (b * a.heads + query_head) * a.queries;
+          for (int i = thread - 32; i < others; i += 32 * copying_warps) {
+            const int32_t token = tokens[i];
+            const int64_t from = first_row + max(token, 0);
+            copy_4_async(shared_address(&shared.lse[at][i]), a.rows.lse + from, token >= 0);
+            copy_4_async(shared_address(&shared.delta[at][i]), a.rows.delta + from, token >= 0);
+            if constexpr (general)
+              if (a.rows.word)
+                copy_4_async(shared_address(&shared.word[at][i]), a.rows.word + from, token >= 0);
+          }
+        }
+        gather<T, width, others>(y1_blocks + at * S::block_bytes, y1.of<const T>(b, other_head), y1.row,
+                                 a.width, tokens);
+        shared.full1[at].arrive_after_copies();
+        shared.empty2[stage2.index].wait(stage2.parity ^ 1);
+        gather<T, width, others>(y2_blocks + stage2.index * S::block_bytes, y2.of<const T>(b, other_head),
+                                 y2.row, a.value_width, tokens);
+        shared.full2[stage2.index].arrive_after_copies();
+        __syncwarp();
+        if (speaks) told.visit_empty[visited].arrive();
+      }
     }
-    shared.own_full.arrive_after_copies();
-    Stage<S::stages1> stage1;
-    Stage<S::stages2> stage2;
-    for (int64_t h = first_head; h < last_head; ++h) {
-      const int64_t other_head = keys_own ? h : h / members;
-      const T* const from1 = y1.of<const T>(b, other_head);
-      const T* const from2 = y2.of<const T>(b, other_head);
-      const int64_t first_row = (b * a.heads + h) * a.queries;
-      walk_rows<others, 3 + consumers * S::halves>(
-          a.maps.of(b, h), group, [&](int32_t word, bool ends, bool last, int32_t token) {
-            const int at = stage1.index;
-            shared.empty1[at].wait(stage1.parity ^ 1);
-            const int row = thread / 32 * (others / 4) + lane;
-            if (general && lane < others / 4) shared.tokens[at][row] = token;
-            if (thread < 32) {
-              auto& note = shared.notes[at];
-              if (lane == 0) note.member = static_cast<int32_t>(h - first_head);
-              write_note(note, word, ends, last && h == last_head - 1);
-            }
-            __syncwarp();
-            if (lane == 0) shared.full1[at].arrive();
-            if (keys_own && lane < others / 4) {
-              const int64_t from = first_row + max(token, 0);
-              copy_4_async(shared_address(&shared.lse[at][row]), a.rows.lse + from, token >= 0);
-              copy_4_async(shared_address(&shared.delta[at][row]), a.rows.delta + from, token >= 0);
-              if (general && a.rows.word)
-                copy_4_async(shared_address(&shared.word[at][row]), a.rows.word + from, token >= 0);
-            }
-            gather<T, width, others>(y1_blocks + at * S::block_bytes, from1, y1.row, a.width, token);
-            shared.full1[at].arrive_after_copies();
-            stage1.next();
-            shared.empty2[stage2.index].wait(stage2.parity ^ 1);
-            gather<T, width, others>(y2_blocks + stage2.index * S::block_bytes, from2, y2.row, a.value_width,
-                                     token);
-            shared.full2[stage2.index].arrive_after_copies();
-            stage2.next();
-          });
-    }
-    return;
   }
 
-  take_registers<232>();
+  take_registers<224>();
   const int me = role - 1, in_group = thread % 128;
   const bool speaks = lane == 0;  // for its warp
   const float to_log2 = (general ? 1 : a.scores.scale) * log2_e;
-  const GroupedView& own_map = a.maps.of(b, first_head);
-  const int64_t tile = own_map.tiles[group * consumers + me];
-  const auto token = [&](int row) -> int64_t { return owner(own_map, tile, row, owner_count); };
-  float d_x1[of_scores ? width / 2 : 1], d_x2[of_weights ? width / 2 : 1];
+  for (;; group_stage.next(), own_stage.next()) {
+    const int group_at = group_stage.index, own_at = own_stage.index;
+    told.group_full[group_at].wait(group_stage.parity);
+    if (told.group[group_at] < 0) return;
+    const auto matrix = static_cast<uint32_t>(told.matrix[group_at]);
+    const int64_t b = matrix / own_heads, own_head = matrix % own_heads;
+    const auto token = [&](int row) -> int64_t { return told.owners[group_at][64 * me + row]; };
+    float d_x1[of_scores ? width / 2 : 1], d_x2[of_weights ? width / 2 : 1];
 #pragma unroll
-  for (int i = 0; i < width / 2; ++i) {
-    if constexpr (of_scores) d_x1[i] = 0;
-    if constexpr (of_weights) d_x2[i] = 0;
-  }
-  uint32_t own_rows = 0;  // rows without a token see nothing
-  [[maybe_unused]] int64_t own[2];
-  [[maybe_unused]] float own_lse[2] = {}, own_delta[2] = {};
-  [[maybe_unused]] uint32_t own_word[2] = {};
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    own[half] = token(in_group / 32 * 16 + lane / 4 + 8 * half);
-    if (own[half] < 0) continue;
-    own_rows |= 0x33333333u << 2 * half;
-    if constexpr (!keys_own) {
-      const int64_t row = (b * a.heads + own_head) * a.queries + own[half];
-      own_lse[half] = a.rows.lse[row];
-      own_delta[half] = a.rows.delta[row];
-      if (general && a.rows.word) own_word[half] = a.rows.word[row];
+    for (int i = 0; i < width / 2; ++i) {
+      if constexpr (of_scores) d_x1[i] = 0;
+      if constexpr (of_weights) d_x2[i] = 0;
     }
-  }
-  const uint64_t x1_tile = descriptor(x1_tiles + me * S::own_bytes),
-                 x2_tile = descriptor(x2_tiles + me * S::own_bytes);
+    uint32_t own_rows = 0;  // rows without a token see nothing
+    [[maybe_unused]] int64_t own[2];
+    [[maybe_unused]] float own_lse[2] = {}, own_delta[2] = {};
+    [[maybe_unused]] uint32_t own_word[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      own[half] = token(in_group / 32 * 16 + lane / 4 + 8 * half);
+      if (own[half] < 0) continue;
+      own_rows |= 0x33333333u << 2 * half;
+      if constexpr (!keys_own) {
+        const int64_t row = (b * a.heads + own_head) * a.queries + own[half];
+        own_lse[half] = a.rows.lse[row];
+        own_delta[half] = a.rows.delta[row];
+        if (general && a.rows.word) own_word[half] = a.rows.word[row];
+      }
+    }
+    const uint64_t x1_tile = descriptor(x1_tiles + (own_at * consumers + me) * S::own_bytes),
+                   x2_tile = descriptor(x2_tiles + (own_at * consumers + me) * S::own_bytes);
 
-  shared.own_full.wait(0);
-  publish_stores();
-  Stage<S::stages1> stage1;
-  Stage<S::stages2> stage2;
-  for (bool last = false; !last; stage1.next(), stage2.next()) {
-    const int at = stage1.index;
-    const auto done = [&](Barrier& empty) {
-      if (speaks) empty.arrive();
-    };
-    shared.full1[at].wait(stage1.parity);
+    shared.own_full[own_at].wait(own_stage.parity);
     publish_stores();
-    const auto& note = shared.notes[at];
-    last = uniform(note.last);
-    const int64_t query_head = first_head + note.member;
-    const Allowed<S::halves> allowed(note, me, a.maps.of(b, query_head).fragments);
-    if (!allowed.visits) {
-      shared.full2[stage2.index].wait(stage2.parity);
-      done(shared.empty1[at]), done(shared.empty2[stage2.index]);
-      continue;
-    }
-    const char* const y1_block = y1_blocks + at * S::block_bytes;
-    const char* const y2_block = y2_blocks + stage2.index * S::block_bytes;
-    float s[others / 2], dp[of_scores ? others / 2 : 1];
-    const auto across = [&](float(&c)[others / 2], uint64_t left, const char* block) {
-      const uint64_t right = descriptor(block);
+    for (bool last = false; !last; visit.next(), stage1.next(), stage2.next()) {
+      const int at = stage1.index, visited = visit.index;
+      const auto done = [&](Barrier& empty) {
+        if (speaks) empty.arrive();
+      };
+      told.visit_full[visited].wait(visit.parity);
+      const auto& note = told.notes[visited];
+      const int64_t query_head = own_head * members + note.member;
+      const Allowed<S::halves> allowed(note, me);
+      last = allowed.last;
+      shared.full1[at].wait(stage1.parity);
+      publish_stores();
+      if (!allowed.visits) {
+        shared.full2[stage2.index].wait(stage2.parity);
+        done(shared.empty1[at]), done(shared.empty2[stage2.index]), done(told.visit_empty[visited]);
+        continue;
+      }
+      const char* const y1_block = y1_blocks + at * S::block_bytes;
+      const char* const y2_block = y2_blocks + stage2.index * S::block_bytes;
+      float s[others / 2], dp[of_scores ? others / 2 : 1];
+      const auto across = [&](float(&c)[others / 2], uint64_t left, const char* block) {
+        const uint64_t right = descriptor(block);
 #pragma unroll
-      for (int kk = 0; kk < width / 16; ++kk)
-        multiply<T, Major::k, Major::k>(c, further(left, kk / 4 * 8192 + kk % 4 * 32),
-                                        further(right, kk / 4 * others * 128 + kk % 4 * 32), kk > 0);
-      end_products();
-    };
-    [[maybe_unused]] uint32_t slope[8][2];
-    const auto other_token = [&](int j, int c) -> int64_t {
-      return shared.tokens[at][8 * j + lane % 4 * 2 + c];
-    };
-    begin_products();
-    across(s, x1_tile, y1_block);
-    if constexpr (general) {
-      wait_for_products<0>();
-      hold(s);
-      mma::finish_scores<T, !keys_own>(reinterpret_cast<float(&)[8][4]>(s), slope, a.scores, b, query_head,
-                                       own, other_token);
+        for (int kk = 0; kk < width / 16; ++kk)
+          multiply<T, Major::k, Major::k>(c, further(left, kk / 4 * 8192 + kk % 4 * 32),
+                                          further(right, kk / 4 * others * 128 + kk % 4 * 32), kk > 0);
+        end_products();
+      };
+      [[maybe_unused]] uint32_t slope[8][2];
+      const auto other_token = [&](int j, int c) -> int64_t {
+        return told.tokens[visited][8 * j + lane % 4 * 2 + c];
+      };
       begin_products();
-    }
-    shared.full2[stage2.index].wait(stage2.parity);
-    publish_stores();
-    if constexpr (of_scores) across(dp, x2_tile, y2_block);
-    if constexpr (!general) {
-      wait_for_products<of_scores ? 1 : 0>();
-      hold(s);
-    }
-#pragma unroll
-    for (int j = 0; j < others / 8; ++j) {
-      float2 lse;
-      if constexpr (keys_own) lse = *reinterpret_cast<const float2*>(&shared.lse[at][8 * j + lane % 4 * 2]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        s[4 * j + e] =
-            exp2_approx(fmaf(s[4 * j + e], to_log2, -(keys_own ? (e % 2 ? lse.y : lse.x) : own_lse[e / 2])));
-    }
-    if constexpr (of_scores) {
-      wait_for_products<0>();
-      hold(dp);
-      if constexpr (!of_weights) done(shared.empty2[stage2.index]);
-    }
-    uint32_t weights[others / 16][4], ds[others / 16][4];
-#pragma unroll
-    for (int j = 0; j < others / 8; ++j) {
-      float2 delta;
-      if constexpr (keys_own && of_scores)
-        delta = *reinterpret_cast<const float2*>(&shared.delta[at][8 * j + lane % 4 * 2]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = 4 * j + e;
-        const bool seen = allowed.word[i / 32] & own_rows & 1u << i % 32;
-        float factor = 1;  // of dropout
-        if constexpr (general)
-          if (a.rows.word) {
-            const int64_t key = keys_own ? own[e / 2] : other_token(j, e % 2);
-            const uint32_t word = keys_own ? shared.word[at][8 * j + lane % 4 * 2 + e % 2] : own_word[e / 2];
-            const bool kept = AttentionDropout::mix(word, static_cast<uint32_t>(key)) >= a.scores.threshold;
-            factor = kept ? a.scores.keep_scale : 0;
-          }
-        if constexpr (of_scores)
-          dp[i] = seen ? s[i] * (factor * dp[i] - (keys_own ? (e % 2 ? delta.y : delta.x) : own_delta[e / 2]))
-                       : 0;
-        s[i] = seen ? s[i] * factor : 0;
+      across(s, x1_tile, y1_block);
+      if constexpr (general) {
+        wait_for_products<0>();
+        hold(s);
+        mma::finish_scores<T, !keys_own>(reinterpret_cast<float(&)[8][4]>(s), slope, a.scores, b, query_head,
+                                         own, other_token);
+        begin_products();
       }
-    }
-    if constexpr (general && !keys_own) {
-#pragma unroll 1
-      for (int n = 0; n < a.scores.terms; ++n) {
-        const mma::BiasTerm& term = a.scores.term[n];
-        if (!term.gradient) continue;
-        T* const to =
-            static_cast<T*>(term.gradient) + b * term.gradient_step[0] + query_head * term.gradient_step[1];
-#pragma unroll
-        for (int i = 0; i < others / 2; ++i)
-          if (allowed.word[i / 32] & own_rows & 1u << i % 32)
-            to[own[i / 2 % 2] * term.gradient_step[2] + other_token(i / 4, i % 2) * term.gradient_step[3]] =
-                narrow<T>(dp[i]);
+      shared.full2[stage2.index].wait(stage2.parity);
+      publish_stores();
+      if constexpr (of_scores) across(dp, x2_tile, y2_block);
+      if constexpr (!general) {
+        wait_for_products<of_scores ? 1 : 0>();
+        hold(s);
       }
-    }
-    if constexpr (general && of_scores) {
-      if (a.scores.softcap > 0) {
 #pragma unroll
-        for (int i = 0; i < others / 2; i += 2) {
-          const float2 by = __half22float2(reinterpret_cast<const __half2&>(slope[i / 4][i / 2 % 2]));
-          dp[i] *= by.x, dp[i + 1] *= by.y;
+      for (int j = 0; j < others / 8; ++j) {
+        float2 lse;
+        if constexpr (keys_own) lse = *reinterpret_cast<const float2*>(&shared.lse[at][8 * j + lane % 4 * 2]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          s[4 * j + e] = exp2_approx(
+              fmaf(s[4 * j + e], to_log2, -(keys_own ? (e % 2 ? lse.y : lse.x) : own_lse[e / 2])));
+      }
+      if constexpr (of_scores) {
+        wait_for_products<0>();
+        hold(dp);
+        if constexpr (!of_weights) done(shared.empty2[stage2.index]);
+      }
+      uint32_t weights[others / 16][4], ds[others / 16][4];
+#pragma unroll
+      for (int j = 0; j < others / 8; ++j) {
+        float2 delta;
+        if constexpr (keys_own && of_scores)
+          delta = *reinterpret_cast<const float2*>(&shared.delta[at][8 * j + lane % 4 * 2]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = 4 * j + e;
+          const bool seen = allowed.word[i / 32] & own_rows & 1u << i % 32;
+          float factor = 1;  // of dropout
+          if constexpr (general)
+            if (a.rows.word) {
+              const int64_t key = keys_own ? own[e / 2] : other_token(j, e % 2);
+              const uint32_t word =
+                  keys_own ? shared.word[at][8 * j + lane % 4 * 2 + e % 2] : own_word[e / 2];
+              const bool kept = AttentionDropout::mix(word, static_cast<uint32_t>(key)) >= a.scores.threshold;
+              factor = kept ? a.scores.keep_scale : 0;
+            }
+          if constexpr (of_scores)
+            dp[i] =
+                seen ? s[i] * (factor * dp[i] - (keys_own ? (e % 2 ? delta.y : delta.x) : own_delta[e / 2]))
+                     : 0;
+          s[i] = seen ? s[i] * factor : 0;
         }
       }
-    }
+      if constexpr (general && !keys_own) {
+#pragma unroll 1
+        for (int n = 0; n < a.scores.terms; ++n) {
+          const mma::BiasTerm& term = a.scores.term[n];
+          if (!term.gradient) continue;
+          T* const to =
+              static_cast<T*>(term.gradient) + b * term.gradient_step[0] + query_head * term.gradient_step[1];
 #pragma unroll
-    for (int kk = 0; kk < others / 16; ++kk)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int i = 8 * kk + e / 2 * 4 + e % 2 * 2;
-        if constexpr (of_weights) weights[kk][e] = pack<T>(s[i], s[i + 1]);
-        if constexpr (of_scores) ds[kk][e] = pack<T>(dp[i], dp[i + 1]);
+          for (int i = 0; i < others / 2; ++i)
+            if (allowed.word[i / 32] & own_rows & 1u << i % 32)
+              to[own[i / 2 % 2] * term.gradient_step[2] + other_token(i / 4, i % 2) * term.gradient_step[3]] =
+                  narrow<T>(dp[i]);
+        }
       }
-    // A product is at most 128 columns wide.
-    const auto down = [&](float(&c)[width / 2], const uint32_t(&left)[others / 16][4], const char* block) {
+      if constexpr (general && of_scores) {
+        if (a.scores.softcap > 0) {
 #pragma unroll
-      for (int part = 0; part < (width + 127) / 128; ++part)
+          for (int i = 0; i < others / 2; i += 2) {
+            const float2 by = __half22float2(reinterpret_cast<const __half2&>(slope[i / 4][i / 2 % 2]));
+            dp[i] *= by.x, dp[i + 1] *= by.y;
+          }
+        }
+      }
 #pragma unroll
-        for (int kk = 0; kk < others / 16; ++kk)
-          multiply<T, Major::mn>(
-              reinterpret_cast<float(&)[width == 64 ? 32 : 64]>(c[part * 64]), left[kk],
-              further(descriptor(block + part * 2 * others * 128 + allowed.seen[kk / 4] * 8192, others * 128),
-                      kk % 4 * 2048),
-              1);
-      end_products();
-    };
-    if constexpr (!of_scores) done(shared.empty1[at]);
-    begin_products();
-    if constexpr (of_weights) down(d_x2, weights, y2_block);
-    if constexpr (of_scores) down(d_x1, ds, y1_block);
-    wait_for_products<0>();
-    if constexpr (of_scores) {
-      hold(d_x1);
-      done(shared.empty1[at]);
+      for (int kk = 0; kk < others / 16; ++kk)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = 8 * kk + e / 2 * 4 + e % 2 * 2;
+          if constexpr (of_weights) weights[kk][e] = pack<T>(s[i], s[i + 1]);
+          if constexpr (of_scores) ds[kk][e] = pack<T>(dp[i], dp[i + 1]);
+        }
+      // A product is at most 128 columns wide.
+      const auto down = [&](float(&c)[width / 2], const uint32_t(&left)[others / 16][4], const char* block) {
+#pragma unroll
+        for (int part = 0; part < (width + 127) / 128; ++part)
+#pragma unroll
+          for (int kk = 0; kk < others / 16; ++kk)
+            multiply<T, Major::mn>(
+                reinterpret_cast<float(&)[width == 64 ? 32 : 64]>(c[part * 64]), left[kk],
+                further(
+                    descriptor(block + part * 2 * others * 128 + allowed.seen[kk / 4] * 8192, others * 128),
+                    kk % 4 * 2048),
+                1);
+        end_products();
+      };
+      if constexpr (!of_scores) done(shared.empty1[at]);
+      begin_products();
+      if constexpr (of_weights) down(d_x2, weights, y2_block);
+      if constexpr (of_scores) down(d_x1, ds, y1_block);
+      wait_for_products<0>();
+      if constexpr (of_scores) {
+        hold(d_x1);
+        done(shared.empty1[at]);
+      }
+      if constexpr (of_weights) {
+        hold(d_x2);
+        done(shared.empty2[stage2.index]);
+      }
+      done(told.visit_empty[visited]);
     }
-    if constexpr (of_weights) {
-      hold(d_x2);
-      done(shared.empty2[stage2.index]);
-    }
-  }
+    if (speaks) shared.own_empty[own_at].arrive();
 
-  if (tile < 0) return;
-  const float scale[2] = {a.scores.scale, a.scores.scale}, one[2] = {1, 1};
-  const Rows& to = keys_own ? a.dk : a.dq;
-  if constexpr (of_scores)
-    if (to.data) store_rows<T>(d_x1, scale, to.of<T>(b, own_head), to.row, 0, a.width, token);
-  if constexpr (of_weights)
-    if (a.dv.data) store_rows<T>(d_x2, one, a.dv.of<T>(b, own_head), a.dv.row, 0, a.value_width, token);
+    const float scale[2] = {a.scores.scale, a.scores.scale}, one[2] = {1, 1};
+    const Rows& to = keys_own ? a.dk : a.dq;
+    if constexpr (of_scores)
+      if (to.data) store_rows<T>(d_x1, scale, to.of<T>(b, own_head), to.row, 0, a.width, token);
+    if constexpr (of_weights)
+      if (a.dv.data) store_rows<T>(d_x2, one, a.dv.of<T>(b, own_head), a.dv.row, 0, a.value_width, token);
+    __syncwarp();
+    if (speaks) told.group_empty[group_at].arrive();
+  }
 }
 
 template <class T, int width, Makes makes, bool general>
@@ -333,11 +352,18 @@ void launch(TwoPassArguments arguments, const AttentionProblem& p) {
   arguments.schedule =
       mma::Schedule(arguments.maps.groups, p.batch() * (keys_own ? p.kv_heads() : p.heads()),
                     (keys_own ? p.queries() : p.keys()) * (p.width() + p.value_width()) * 2, false);
+  Tensor taken;
+  if (!arguments.maps.uniform) {
+    taken = Tensor::zeros({1}, i32, p.q.device());
+    arguments.taken = taken.mutable_data<int32_t>();
+  }
   const auto kernel = two_pass<T, width, makes, general>;
-  constexpr size_t bytes = S::memory + sizeof(Shared<S>);
+  constexpr size_t bytes = S::memory + sizeof(Shared<S, general>);
   static_assert(bytes <= 227 << 10);
   allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
-  kernel<<<arguments.schedule.blocks(), threads, bytes, stream_of(p.q)>>>(arguments);
+  const int64_t blocks =
+      std::min<int64_t>(arguments.schedule.blocks(), properties(p.q.device()).multiProcessorCount);
+  kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream_of(p.q)>>>(arguments);
   check_launch("attention.backward");
 }
 
@@ -370,6 +396,7 @@ void run_two_pass_backward(const AttentionProblem& p, AttentionGradients& g, con
                                    static_cast<int>(p.width()),
                                    static_cast<int>(p.value_width()),
                                    scores.arguments,
+                                   nullptr,
                                    {},
                                    mma::Schedule(1, 1, 1, false)};
   const bool wants_keys = g.dk.defined() || g.dv.defined(),
