@@ -183,6 +183,64 @@ struct alignas(16) Pack {
 };
 inline bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
+/// The elements of a pack, loaded as four words, in the compute type, and back. Taken from a Pack one by one,
+/// those of 16 bits cost several times the instructions.
+template <class T>
+__device__ inline void widen_pack(compute<T> (&to)[Pack<T>::count], const uint4& pack) {
+  const uint32_t word[4] = {pack.x, pack.y, pack.z, pack.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if constexpr (std::is_same_v<T, __half>) {
+      const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&word[i]));
+      to[2 * i] = two.x;
+      to[2 * i + 1] = two.y;
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      to[2 * i] = __uint_as_float(word[i] << 16);
+      to[2 * i + 1] = __uint_as_float(word[i] & 0xffff0000u);
+    } else if constexpr (sizeof(T) == 4) {
+      to[i] = __uint_as_float(word[i]);
+    } else if (i % 2 == 0) {
+      to[i / 2] = __hiloint2double(static_cast<int>(word[i + 1]), static_cast<int>(word[i]));
+    }
+}
+template <class T>
+__device__ inline uint4 narrow_pack(const compute<T> (&from)[Pack<T>::count]) {
+  uint32_t word[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if constexpr (std::is_same_v<T, __half>) {
+      const __half2 two = __floats2half2_rn(from[2 * i], from[2 * i + 1]);
+      word[i] = *reinterpret_cast<const uint32_t*>(&two);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      const __nv_bfloat162 two = __floats2bfloat162_rn(from[2 * i], from[2 * i + 1]);
+      word[i] = *reinterpret_cast<const uint32_t*>(&two);
+    } else if constexpr (sizeof(T) == 4) {
+      word[i] = __float_as_uint(from[i]);
+    } else {
+      word[i] = static_cast<uint32_t>(i % 2 ? __double2hiint(from[i / 2]) : __double2loint(from[i / 2]));
+    }
+  return {word[0], word[1], word[2], word[3]};
+}
+/// A pack of one element many times.
+template <class T>
+__device__ inline uint4 pack_of_one(const T* from) {
+  if constexpr (sizeof(T) == 8) {
+    const uint2 words = *reinterpret_cast<const uint2*>(from);
+    return {words.x, words.y, words.x, words.y};
+  } else {
+    uint32_t word = *reinterpret_cast<const bits<T>*>(from);
+    if constexpr (sizeof(T) == 2) word |= word << 16;
+    return {word, word, word, word};
+  }
+}
+
+/// 2^x, to what 16 bits need and more.
+__device__ inline float approximate_exp2(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // ---------------------------------------------------------------------------------------- strided walks
 
 /// Places of N tensors of one shape by one linear index (row-major), their axes joined where all lie in line.
@@ -221,6 +279,7 @@ struct Strided {
       }
     } else {
       int64_t rest = i;
+#pragma unroll 1
       for (int axis = axes - 1; axis >= 0; --axis) {
         const int64_t next = axis > 0 ? rest / size[axis] : 0, index = rest - next * size[axis];
 #pragma unroll
@@ -233,6 +292,8 @@ struct Strided {
 
 // ------------------------------------------------------------------------------------- elementwise kernels
 
+constexpr int map_threads = 256, map_packs_at_once = 2;
+
 namespace detail {
 
 template <class T, int N>
@@ -240,56 +301,109 @@ struct Pointers {
   const T* at[N];
 };
 
-template <class T, class F, int N, size_t... I>
-__device__ inline T apply(const F& f, const compute<T> (&x)[N], std::index_sequence<I...>) {
-  return narrow<T>(f(x[I]...));
+template <class F, class C, int N, size_t... I>
+__device__ inline C apply(const F& f, const C (&x)[N], std::index_sequence<I...>) {
+  return f(x[I]...);
 }
 
-// All tensors contiguous; one whose bit of `constant` is set has a single element.
-template <class T, int N, class F>
-__global__ void map_packs(T* y, Pointers<T, N> x, unsigned constant, int64_t count, F f) {
+template <class T, class F, int N>
+__device__ inline uint4 apply_to_packs(const F& f, const uint4 (&from)[N]) {
+  using C = compute<T>;
   constexpr int width = Pack<T>::count;
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x * width;
-  compute<T> fixed[N];
+  C in[N][width], out[width];
 #pragma unroll
-  for (int t = 0; t < N; ++t)
-    if (constant >> t & 1) fixed[t] = widen(x.at[t][0]);
-  for (int64_t i = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * width; i < count; i += stride) {
-    if (i + width <= count) {
-      Pack<T> from[N], to;
+  for (int t = 0; t < N; ++t) widen_pack<T>(in[t], from[t]);
+#pragma unroll
+  for (int j = 0; j < width; ++j) {
+    C value[N];
+#pragma unroll
+    for (int t = 0; t < N; ++t) value[t] = in[t][j];
+    out[j] = apply(f, value, std::make_index_sequence<N>{});
+  }
+  return narrow_pack<T>(out);
+}
+
+template <class T>
+__device__ inline uint4 load_pack(const T* from, bool repeated) {
+  return repeated ? pack_of_one(from) : *reinterpret_cast<const uint4*>(from);
+}
+
+// All tensors contiguous, or of a single element where the bit of `repeated` is set.
+template <class T, int N, class F>
+__global__ void __launch_bounds__(map_threads)
+    map_packs(T* y, Pointers<T, N> x, unsigned repeated, int64_t count, F f) {
+  constexpr int width = Pack<T>::count, at_once = map_packs_at_once, step = map_threads * width;
+  for (int64_t first = int64_t{blockIdx.x} * (at_once * step) + threadIdx.x * width; first < count;
+       first += int64_t{gridDim.x} * (at_once * step)) {
+    uint4 from[at_once][N];
+#pragma unroll
+    for (int k = 0; k < at_once; ++k)
 #pragma unroll
       for (int t = 0; t < N; ++t)
-        if (!(constant >> t & 1)) from[t] = *reinterpret_cast<const Pack<T>*>(x.at[t] + i);
+        if (const int64_t i = first + k * step; i + width <= count)
+          from[k][t] = load_pack(x.at[t] + (repeated >> t & 1 ? 0 : i), repeated >> t & 1);
 #pragma unroll
-      for (int j = 0; j < width; ++j) {
-        compute<T> value[N];
+    for (int k = 0; k < at_once; ++k)
+      if (const int64_t i = first + k * step; i + width <= count)
+        *reinterpret_cast<uint4*>(y + i) = apply_to_packs<T>(f, from[k]);
+  }
+  // What is less than a pack.
+  const int64_t i = count / width * width + threadIdx.x;
+  if (blockIdx.x > 0 || i >= count) return;
+  compute<T> value[N];
 #pragma unroll
-        for (int t = 0; t < N; ++t) value[t] = constant >> t & 1 ? fixed[t] : widen(from[t].at[j]);
-        to.at[j] = apply<T>(f, value, std::make_index_sequence<N>{});
-      }
-      *reinterpret_cast<Pack<T>*>(y + i) = to;
-    } else {
-      for (int64_t j = i; j < count; ++j) {
-        compute<T> value[N];
+  for (int t = 0; t < N; ++t) value[t] = widen(x.at[t][repeated >> t & 1 ? 0 : i]);
+  y[i] = narrow<T>(apply(f, value, std::make_index_sequence<N>{}));
+}
+
+// Along the last axis of `walk`, which counts in packs, elements lie side by side, or are one and the same
+// where the bit of `repeated` is set.
+template <class T, int N, class F>
+__global__ void __launch_bounds__(map_threads)
+    map_strided_packs(T* y, Pointers<T, N> x, const __grid_constant__ Strided<N + 1> walk, unsigned repeated,
+                      F f) {
+  const int64_t stride = int64_t{gridDim.x} * map_threads;
+  for (int64_t i = int64_t{blockIdx.x} * map_threads + threadIdx.x; i < walk.count; i += stride) {
+    int64_t at[N + 1];
+    walk.offsets(i, at);
+    uint4 from[N];
 #pragma unroll
-        for (int t = 0; t < N; ++t) value[t] = constant >> t & 1 ? fixed[t] : widen(x.at[t][j]);
-        y[j] = apply<T>(f, value, std::make_index_sequence<N>{});
-      }
-    }
+    for (int t = 0; t < N; ++t) from[t] = load_pack(x.at[t] + at[t + 1], repeated >> t & 1);
+    *reinterpret_cast<uint4*>(y + at[0]) = apply_to_packs<T>(f, from);
   }
 }
 
 template <class T, int N, class F>
-__global__ void map_strided(T* y, Pointers<T, N> x, const __grid_constant__ Strided<N + 1> walk, F f) {
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < walk.count; i += stride) {
+__global__ void __launch_bounds__(map_threads)
+    map_strided(T* y, Pointers<T, N> x, const __grid_constant__ Strided<N + 1> walk, F f) {
+  const int64_t stride = int64_t{gridDim.x} * map_threads;
+  for (int64_t i = int64_t{blockIdx.x} * map_threads + threadIdx.x; i < walk.count; i += stride) {
     int64_t at[N + 1];
     walk.offsets(i, at);
     compute<T> value[N];
 #pragma unroll
     for (int t = 0; t < N; ++t) value[t] = widen(x.at[t][at[t + 1]]);
-    y[at[0]] = apply<T>(f, value, std::make_index_sequence<N>{});
+    y[at[0]] = narrow<T>(apply(f, value, std::make_index_sequence<N>{}));
   }
+}
+
+// Whether the last axis of a walk is one of whole packs in each tensor, or, with its bit of `repeated` set,
+// of one element. Only a single axis may end with less than a pack. The first tensor is written.
+template <int N>
+bool moves_packs(const Strided<N>& walk, int width, const bool (&aligned)[N], unsigned& repeated) {
+  const int last = walk.axes - 1;
+  if (last < 0 || (last > 0 && walk.size[last] % width != 0)) return false;
+  repeated = 0;
+  for (int t = 0; t < N; ++t) {
+    if (t > 0 && walk.step[t][last] == 0) {
+      repeated |= 1u << (t - 1);
+      continue;
+    }
+    if (walk.step[t][last] != 1 || !aligned[t]) return false;
+    for (int axis = 0; axis < last; ++axis)
+      if (walk.step[t][axis] % width != 0) return false;
+  }
+  return true;
 }
 
 }  // namespace detail
@@ -305,26 +419,22 @@ void map_elements(const char* op, Tensor& y, const F& f, const Inputs&... x) {
     using T = decltype(zero);
     T* const to = write<T>(y);
     const detail::Pointers<T, n> from{{read<T>(x)...}};
-    unsigned constant = 0, packed = 0;
-    int t = 0;
-    const auto classify = [&](const Tensor& tensor) {
-      bool fixed = true;
-      for (int axis = 0; axis < tensor.dim(); ++axis)
-        fixed = fixed && (tensor.strides()[axis] == 0 || tensor.size(axis) == 1);
-      if (fixed && tensor.numel() > 1)
-        constant |= 1u << t;
-      else if (tensor.is_contiguous() && is_aligned(from.at[t]))
-        packed |= 1u << t;
-      ++t;
-    };
-    (classify(x), ...);
-    constexpr int threads = 256;
-    if (y.is_contiguous() && is_aligned(to) && (constant | packed) == (1u << n) - 1) {
-      const unsigned blocks = blocks_for(y.numel(), threads * Pack<T>::count);
-      detail::map_packs<T, n><<<blocks, threads, 0, stream>>>(to, from, constant, y.numel(), f);
+    Strided<n + 1> walk(y.shape(), {y.strides(), x.strides()...});
+    constexpr int width = Pack<T>::count;
+    unsigned repeated = 0;
+    if (!detail::moves_packs(walk, width, {is_aligned(to), is_aligned(read<T>(x))...}, repeated)) {
+      const unsigned blocks = blocks_for(walk.count, map_threads);
+      detail::map_strided<T, n><<<blocks, map_threads, 0, stream>>>(to, from, walk, f);
+    } else if (walk.axes == 1) {
+      const unsigned blocks = blocks_for(walk.count, map_threads * map_packs_at_once * width);
+      detail::map_packs<T, n><<<blocks, map_threads, 0, stream>>>(to, from, repeated, walk.count, f);
     } else {
-      const Strided<n + 1> walk(y.shape(), {y.strides(), x.strides()...});
-      detail::map_strided<T, n><<<blocks_for(y.numel(), threads), threads, 0, stream>>>(to, from, walk, f);
+      const int last = walk.axes - 1;
+      walk.size[last] /= width;
+      walk.count /= width;
+      for (auto& step : walk.step) step[last] *= width;
+      const unsigned blocks = blocks_for(walk.count, map_threads);
+      detail::map_strided_packs<T, n><<<blocks, map_threads, 0, stream>>>(to, from, walk, repeated, f);
     }
     check_launch(op);
   });

@@ -14,9 +14,7 @@ constexpr int threads = 256;
 template <class T, class C>
 __device__ inline C exponential(C x) {
   if constexpr (gpu::is_16_bit<T>) {  // inputs of 16 bits need no more than this
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
-    return result;
+    return gpu::approximate_exp2(x * 1.4426950408889634f);
   } else {
     return exp(x);
   }

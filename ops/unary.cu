@@ -8,6 +8,8 @@ namespace torus {
 
 namespace {
 
+using gpu::approximate_exp2;
+
 using Unary = void(Tensor&, const Tensor&);
 using Binary = void(Tensor&, const Tensor&, const Tensor&);
 
@@ -90,23 +92,14 @@ template <class C>
 __device__ C sigmoid(C x) {
   return 1 / (1 + std::exp(-x));
 }
-// `narrow`, here and below: of 16-bit numbers, whose compute type is float.
-
 // The sigmoid and its derivative, which is not value * (1 - value): that loses its digits near 1.
 template <class C>
 struct ValueAndSlope {
   C value, slope;
 };
 template <class C>
-__device__ ValueAndSlope<C> sigmoid_and_slope(C x, bool narrow = false) {
-  C e, r;
-  if constexpr (std::is_same_v<C, float>) {
-    e = narrow ? __expf(-fabsf(x)) : std::exp(-std::abs(x));
-    r = narrow ? __fdividef(1.f, 1 + e) : 1 / (1 + e);
-  } else {
-    e = std::exp(-std::abs(x));
-    r = 1 / (1 + e);
-  }
+__device__ ValueAndSlope<C> sigmoid_and_slope(C x) {
+  const C e = std::exp(-std::abs(x)), r = 1 / (1 + e);
   return {x < 0 ? e * r : r, e * r * r};
 }
 
@@ -164,65 +157,79 @@ __device__ inline NormalOf<float> normal_of_16_bits(float x) {
   return {x < 0 ? tail : 1 - tail, 0.39894228f * __expf(-square)};
 }
 
-template <class C>
-__device__ NormalOf<C> normal(C x, bool narrow) {
-  if constexpr (std::is_same_v<C, float>)
-    if (narrow) return normal_of_16_bits(x);
-  return {normcdf(x), C(0.39894228040143267794) * std::exp(C(-0.5) * (x * x))};
+template <bool narrow, class C>
+__device__ NormalOf<C> normal(C x) {
+  if constexpr (narrow && std::is_same_v<C, float>)
+    return normal_of_16_bits(x);
+  else
+    return {normcdf(x), C(0.39894228040143267794) * std::exp(C(-0.5) * (x * x))};
 }
 
+// `narrow`, here and below: of 16-bit numbers, whose compute type is float.
+template <bool narrow>
 struct GeluExact {
-  bool narrow;
   template <class C>
   __device__ C operator()(C x) const {
-    return x * normal(x, narrow).below;
+    return x * normal<narrow>(x).below;
   }
 };
+template <bool narrow>
 struct GeluExactBackward {
-  bool narrow;
   template <class C>
   __device__ C operator()(C dy, C x) const {
-    const auto [below, density] = normal(x, narrow);
+    const auto [below, density] = normal<narrow>(x);
     return dy * (below + x * density);
   }
 };
-bool is_narrow(const Tensor& x) { return x.dtype() == f16 || x.dtype() == bf16; }
-const CudaKernel<Unary> gelu_exact{"gelu.exact", [](Tensor& y, const Tensor& x) {
-                                     gpu::map_elements("gelu", y, GeluExact{is_narrow(x)}, x);
-                                   }};
-const CudaKernel<Binary> gelu_exact_backward{
-    "gelu.exact_backward", [](Tensor& dx, const Tensor& dy, const Tensor& x) {
-      gpu::map_elements("gelu.backward", dx, GeluExactBackward{is_narrow(x)}, dy, x);
-    }};
 
 template <class C>
 __device__ C gelu_argument(C x) {
   return C(1.5957691216057307) * (x + C(0.044715) * (x * x * x));
 }
+// e^-gelu_argument(x), of the square of x or what stands for it.
+__device__ inline float gelu_exponential(float x, float square) {
+  return approximate_exp2(x * (-0.10294324f * square - 2.3022082f));
+}
+template <bool narrow>
 struct GeluTanh {
-  bool narrow;
   template <class C>
   __device__ C operator()(C x) const {
-    if constexpr (std::is_same_v<C, float>)
-      if (narrow) return __fdividef(x, 1 + __expf(-gelu_argument(x)));  // 0 where the divisor is huge
-    return x * sigmoid(gelu_argument(x));
+    if constexpr (narrow && std::is_same_v<C, float>)
+      return __fdividef(x, 1 + gelu_exponential(x, x * x));  // 0 where the divisor is huge
+    else
+      return x * sigmoid(gelu_argument(x));
   }
 };
+template <bool narrow>
 struct GeluTanhBackward {
-  bool narrow;
   template <class C>
   __device__ C operator()(C dy, C x) const {
-    const C near = x < -64 ? C(-64) : (x > 64 ? C(64) : x);
-    const auto [value, slope] = sigmoid_and_slope(gelu_argument(near), narrow);
-    return dy * (value + near * slope * (C(1.5957691216057307) * (1 + C(3 * 0.044715) * (near * near))));
+    constexpr C c = C(1.5957691216057307), c3 = C(3 * 0.044715) * c;
+    if constexpr (narrow && std::is_same_v<C, float>) {
+      const float near = fminf(fmaxf(x, -64.f), 64.f), square = near * near;
+      const float value = __fdividef(1.f, 1 + gelu_exponential(x, square));  // NaN if x is
+      return dy * (value + near * (value - value * value) * (c3 * square + c));
+    } else {
+      const C near = x < -64 ? C(-64) : (x > 64 ? C(64) : x);
+      const auto [value, slope] = sigmoid_and_slope(gelu_argument(near));
+      return dy * (value + near * slope * (c3 * (near * near) + c));
+    }
   }
 };
-const CudaKernel<Unary> gelu_tanh{
-    "gelu.tanh", [](Tensor& y, const Tensor& x) { gpu::map_elements("gelu", y, GeluTanh{is_narrow(x)}, x); }};
-const CudaKernel<Binary> gelu_tanh_backward{
-    "gelu.tanh_backward", [](Tensor& dx, const Tensor& dy, const Tensor& x) {
-      gpu::map_elements("gelu.backward", dx, GeluTanhBackward{is_narrow(x)}, dy, x);
-    }};
+
+// The same for 16-bit numbers and others, with f<true> and f<false>.
+template <template <bool> class F, class... Inputs>
+void map_narrow_or_not(Tensor& y, const Inputs&... x) {
+  if (y.dtype() == f16 || y.dtype() == bf16)
+    gpu::map_elements("gelu", y, F<true>{}, x...);
+  else
+    gpu::map_elements("gelu", y, F<false>{}, x...);
+}
+const CudaKernel<Unary> gelu_exact{"gelu.exact", map_narrow_or_not<GeluExact, Tensor>},
+    gelu_tanh{"gelu.tanh", map_narrow_or_not<GeluTanh, Tensor>};
+const CudaKernel<Binary> gelu_exact_backward{"gelu.exact_backward",
+                                             map_narrow_or_not<GeluExactBackward, Tensor, Tensor>},
+    gelu_tanh_backward{"gelu.tanh_backward", map_narrow_or_not<GeluTanhBackward, Tensor, Tensor>};
 
 struct Silu {
   template <class C>
