@@ -18,19 +18,29 @@ constexpr int norm_threads = 256;
 template <class T>
 inline constexpr int norm_held = is_16_bit<T> ? 4 : 8;
 
-// How the rows of a kernel lie: `warps` share one, each of their threads with up to `held` packs of it.
-template <int warps_, int held_>
+// How the rows of a kernel lie: `lanes` threads share one (a part of a warp, a warp or the block), each with
+// up to `held` packs of it.
+template <int lanes_, int held_>
 struct RowLayout {
-  static constexpr int warps = warps_, held = held_;
+  static constexpr int lanes = lanes_, held = held_;
 };
 
-// Sums over the `warps` warps that share a row: one, or all of the block.
-template <int warps, class C>
+// Whether the backward pass has registers for a row and the next; with as many threads as they allow.
+template <class T, class Layout>
+inline constexpr bool norm_loads_ahead = is_16_bit<T>&& Layout::held <= 3 && Layout::lanes <= 32;
+template <class T, class Layout>
+inline constexpr int norm_backward_threads = norm_loads_ahead<T, Layout> ? 384 : norm_threads;
+
+// Sums over the threads that share a row, in each of them.
+template <int lanes, class C>
 __device__ inline C row_sum(C value, C* space) {
-  if constexpr (warps == 1)
-    return warp_sum(value);
-  else
+  if constexpr (lanes > 32) {
     return block_sum(value, space);
+  } else {
+#pragma unroll
+    for (int lane = lanes / 2; lane > 0; lane /= 2) value += __shfl_xor_sync(0xffffffffu, value, lane);
+    return value;
+  }
 }
 
 template <class C>
@@ -38,11 +48,17 @@ __device__ inline C reciprocal_root(C value) {
   return C(1) / sqrt(value);
 }
 
-template <bool centred, class C>
+template <bool centred, class T>
 struct RowStatistics {
+  using C = compute<T>;
   C near = 0, off = 0, rstd = 0;
 
-  __device__ C normalised(C x) const { return centred ? (x - near - off) * rstd : x * rstd; }
+  __device__ C normalised(C x) const {
+    if constexpr (!centred) return x * rstd;
+    // The rounding of the mean is small beside that of a 16-bit x.
+    if constexpr (is_16_bit<T>) return (x - (near + off)) * rstd;
+    return (x - near - off) * rstd;
+  }
   __device__ void store(C* to) const {
     if constexpr (centred) {
       to[0] = near;
@@ -61,10 +77,11 @@ struct RowStatistics {
 };
 
 // Of n elements that `each(f)` calls f with, a part in each thread; `sum` adds over the threads.
-template <bool centred, class C, class Each, class Sum>
-__device__ inline RowStatistics<centred, C> row_statistics(const Each& each, const Sum& sum, int64_t n,
-                                                           C eps) {
-  RowStatistics<centred, C> result;
+template <bool centred, class T, class Each, class Sum>
+__device__ inline RowStatistics<centred, T> row_statistics(const Each& each, const Sum& sum, int64_t n,
+                                                           compute<T> eps) {
+  using C = compute<T>;
+  RowStatistics<centred, T> result;
   if constexpr (centred) {
     C total = 0;
     each([&](C x) { total += x; });
@@ -87,6 +104,16 @@ __device__ inline RowStatistics<centred, C> row_statistics(const Each& each, con
   return result;
 }
 
+// The packs of a row of `count` that are this thread's; zeros beyond.
+template <class Layout, class T>
+__device__ inline void load_row(uint4 (&to)[Layout::held], const T* row, int thread, int count) {
+#pragma unroll
+  for (int k = 0; k < Layout::held; ++k) {
+    const int p = thread + k * Layout::lanes;
+    to[k] = p < count ? reinterpret_cast<const uint4*>(row)[p] : uint4{};
+  }
+}
+
 // Rows of whole packs, kept in registers. bias may be null.
 template <class T, bool centred, class Layout>
 __global__ void __launch_bounds__(norm_threads)
@@ -94,42 +121,41 @@ __global__ void __launch_bounds__(norm_threads)
                  const T* __restrict__ weight, const T* __restrict__ bias, int64_t rows, int n,
                  compute<T> eps) {
   using C = compute<T>;
-  constexpr int warps = Layout::warps, held = Layout::held, width = Pack<T>::count, threads = 32 * warps,
-                groups = norm_threads / threads;
+  constexpr int lanes = Layout::lanes, held = Layout::held, width = Pack<T>::count,
+                groups = norm_threads / lanes;
   __shared__ C space[32];
-  const int thread = threadIdx.x % threads, packs = n / width;
-  for (int64_t row = int64_t{blockIdx.x} * groups + threadIdx.x / threads; row < rows;
-       row += int64_t{gridDim.x} * groups) {
-    const Pack<T>* const from = reinterpret_cast<const Pack<T>*>(x + row * n);
-    Pack<T> in[held];
-#pragma unroll
-    for (int k = 0; k < held; ++k)
-      if (const int p = thread + k * threads; p < packs) in[k] = from[p];
+  const int thread = threadIdx.x % lanes, group = threadIdx.x / lanes, packs = n / width;
+  for (int64_t first = int64_t{blockIdx.x} * groups; first < rows; first += int64_t{gridDim.x} * groups) {
+    const int64_t row = first + group;
+    const bool there = row < rows;
+    uint4 in[held];
+    load_row<Layout>(in, x + row * n, thread, there ? packs : 0);
     const auto each = [&](auto&& f) {
 #pragma unroll
-      for (int k = 0; k < held; ++k)
-        if (thread + k * threads < packs)
+      for (int k = 0; k < held; ++k) {
+        C value[width];
+        widen_pack<T>(value, in[k]);
+        if (thread + k * lanes < packs)
 #pragma unroll
-          for (int j = 0; j < width; ++j) f(widen(in[k].at[j]));
+          for (int j = 0; j < width; ++j) f(value[j]);
+      }
     };
-    const auto row_statistics_of = row_statistics<centred, C>(
-        each, [&](C value) { return row_sum<warps>(value, space); }, n, eps);
-    Pack<T>* const to = reinterpret_cast<Pack<T>*>(y + row * n);
+    const auto of = row_statistics<centred, T>(
+        each, [&](C value) { return row_sum<lanes>(value, space); }, n, eps);
+    if (!there) continue;
 #pragma unroll
     for (int k = 0; k < held; ++k) {
-      const int p = thread + k * threads;
+      const int p = thread + k * lanes;
       if (p >= packs) continue;
-      const Pack<T> w = reinterpret_cast<const Pack<T>*>(weight)[p];
-      Pack<T> b, out;
-      if (bias) b = reinterpret_cast<const Pack<T>*>(bias)[p];
+      C value[width], w[width], b[width] = {};
+      widen_pack<T>(value, in[k]);
+      widen_pack<T>(w, reinterpret_cast<const uint4*>(weight)[p]);
+      if (bias) widen_pack<T>(b, reinterpret_cast<const uint4*>(bias)[p]);
 #pragma unroll
-      for (int j = 0; j < width; ++j) {
-        const C scaled = row_statistics_of.normalised(widen(in[k].at[j])) * widen(w.at[j]);
-        out.at[j] = narrow<T>(bias ? scaled + widen(b.at[j]) : scaled);
-      }
-      to[p] = out;
+      for (int j = 0; j < width; ++j) value[j] = of.normalised(value[j]) * w[j] + b[j];
+      reinterpret_cast<uint4*>(y + row * n)[p] = narrow_pack<T>(value);
     }
-    if (thread == 0) row_statistics_of.store(statistics + row * norm_statistics<centred>);
+    if (thread == 0) of.store(statistics + row * norm_statistics<centred>);
   }
 }
 
@@ -146,7 +172,7 @@ __global__ void __launch_bounds__(norm_threads)
     const auto each = [&](auto&& f) {
       for (int64_t i = threadIdx.x; i < n; i += norm_threads) f(widen(from[i]));
     };
-    const auto row_statistics_of = row_statistics<centred, C>(
+    const auto row_statistics_of = row_statistics<centred, T>(
         each, [&](C value) { return block_sum(value, space); }, n, eps);
     for (int64_t i = threadIdx.x; i < n; i += norm_threads) {
       const C scaled = row_statistics_of.normalised(widen(from[i])) * widen(weight[i]);
@@ -158,90 +184,113 @@ __global__ void __launch_bounds__(norm_threads)
 
 // With h the normalised row: dx = rstd * (g * w - mean(g * w) - h * mean(g * w * h)), the first mean only if
 // centred; added to what dx holds if `adds`. parts [blocks, 1 or 2, n] gets the sums over the rows of each
-// block of g * h and, if centred, of g.
+// block of g * h and, if centred, of g. Each thread keeps those of its columns in registers to the end.
 template <class T, bool centred, class Layout>
-__global__ void __launch_bounds__(norm_threads, is_16_bit<T> && Layout::held <= 3 ? 2 : 1)
+__global__ void __launch_bounds__(norm_backward_threads<T, Layout>, 1)
     norm_backward(T* __restrict__ dx, compute<T>* __restrict__ parts, const T* __restrict__ g,
                   const T* __restrict__ x, const T* __restrict__ weight,
                   const compute<T>* __restrict__ statistics, int64_t rows, int n, bool adds) {
   using C = compute<T>;
-  constexpr int warps = Layout::warps, held = Layout::held, width = Pack<T>::count, threads = 32 * warps,
-                groups = norm_threads / threads, sums = centred ? 2 : 1;
-  extern __shared__ __align__(16) unsigned char dynamic[];  // groups > 1: sums * n of C
+  constexpr int lanes = Layout::lanes, held = Layout::held, width = Pack<T>::count,
+                threads = norm_backward_threads<T, Layout>, groups = threads / lanes, sums = centred ? 2 : 1,
+                warps = groups > 1 ? threads / 32 : 1;
+  constexpr bool ahead = norm_loads_ahead<T, Layout>;
   __shared__ C space[32];
-  const int thread = threadIdx.x % threads, group = threadIdx.x / threads, packs = n / width;
+  __shared__ C handed[(warps + 1) / 2][held * width][32];
+  const int thread = threadIdx.x % lanes, group = threadIdx.x / lanes, packs = n / width;
   const C share = C(1) / C(n);
-  C dw[held][width] = {}, db[held][width] = {};
-  for (int64_t row = int64_t{blockIdx.x} * groups + group; row < rows; row += int64_t{gridDim.x} * groups) {
-    const Pack<T>* const from_g = reinterpret_cast<const Pack<T>*>(g + row * n);
-    const Pack<T>* const from_x = reinterpret_cast<const Pack<T>*>(x + row * n);
-    Pack<T>* const to = reinterpret_cast<Pack<T>*>(dx + row * n);
-    Pack<T> in_g[held], in_x[held], before[held];
-#pragma unroll
-    for (int k = 0; k < held; ++k)
-      if (const int p = thread + k * threads; p < packs) {
-        in_g[k] = from_g[p];
-        in_x[k] = from_x[p];
-        if (adds) before[k] = to[p];
-      }
-    const auto of = RowStatistics<centred, C>::load(statistics + row * norm_statistics<centred>);
+  struct Row {
+    RowStatistics<centred, T> of;
+    uint4 g[held], x[held], before[held];
+  };
+  // Rows and columns that are not there count as zeros, so that no lane goes another way.
+  const auto load = [&](int64_t row) {
+    const int count = row < rows ? packs : 0;
+    Row result;
+    load_row<Layout>(result.g, g + row * n, thread, count);
+    load_row<Layout>(result.x, x + row * n, thread, count);
+    load_row<Layout>(result.before, dx + row * n, thread, adds ? count : 0);
+    result.of = RowStatistics<centred, T>::load(statistics + min(row, rows - 1) * norm_statistics<centred>);
+    return result;
+  };
+  C total[sums][held][width] = {};
+  const int64_t stride = int64_t{gridDim.x} * groups;
+  int64_t first = int64_t{blockIdx.x} * groups;
+  Row next;
+  if (ahead) next = load(first + group);
+  for (; first < rows; first += stride) {
+    const int64_t row = first + group;
+    const Row in = ahead ? next : load(row);
+    if (ahead) next = load(row + stride);
+    uint4 weights[held];
+    load_row<Layout>(weights, weight, thread, row < rows ? packs : 0);
     C plain = 0, along = 0;
 #pragma unroll
     for (int k = 0; k < held; ++k) {
-      const int p = thread + k * threads;
-      if (p >= packs) continue;
-      const Pack<T> w = reinterpret_cast<const Pack<T>*>(weight)[p];
+      C grad[width], value[width], w[width];
+      widen_pack<T>(grad, in.g[k]);
+      widen_pack<T>(value, in.x[k]);
+      widen_pack<T>(w, weights[k]);
 #pragma unroll
       for (int j = 0; j < width; ++j) {
-        const C grad = widen(in_g[k].at[j]), h = of.normalised(widen(in_x[k].at[j])),
-                scaled = grad * widen(w.at[j]);
+        const C h = in.of.normalised(value[j]), scaled = grad[j] * w[j];
         plain += scaled;
         along += scaled * h;
-        dw[k][j] += grad * h;
-        if (centred) db[k][j] += grad;
+        total[0][k][j] += grad[j] * h;
+        if (centred) total[sums - 1][k][j] += grad[j];
       }
     }
     if (!dx) continue;
-    plain = centred ? row_sum<warps>(plain, space) * share : C(0);
-    along = row_sum<warps>(along, space) * share;
+    plain = centred ? row_sum<lanes>(plain, space) * share : C(0);
+    along = row_sum<lanes>(along, space) * share;
 #pragma unroll
     for (int k = 0; k < held; ++k) {
-      const int p = thread + k * threads;
-      if (p >= packs) continue;
-      const Pack<T> w = reinterpret_cast<const Pack<T>*>(weight)[p];
-      Pack<T> out;
+      const int p = thread + k * lanes;
+      C grad[width], value[width], w[width], before[width];
+      widen_pack<T>(grad, in.g[k]);
+      widen_pack<T>(value, in.x[k]);
+      widen_pack<T>(w, weights[k]);
+      widen_pack<T>(before, in.before[k]);
 #pragma unroll
-      for (int j = 0; j < width; ++j) {
-        const C h = of.normalised(widen(in_x[k].at[j]));
-        const C grad = of.rstd * (widen(in_g[k].at[j]) * widen(w.at[j]) - plain - h * along);
-        out.at[j] = narrow<T>(adds ? widen(before[k].at[j]) + grad : grad);
-      }
-      to[p] = out;
+      for (int j = 0; j < width; ++j)
+        grad[j] = in.of.rstd * (grad[j] * w[j] - plain - in.of.normalised(value[j]) * along) + before[j];
+      if (row < rows && p < packs) reinterpret_cast<uint4*>(dx + row * n)[p] = narrow_pack<T>(grad);
     }
   }
   if (!parts) return;
-  C* const part = parts + int64_t{blockIdx.x} * sums * n;
-  C* const into = groups > 1 ? reinterpret_cast<C*>(dynamic) : part;
-  // One group after the other: a fixed order of additions.
+  // Over the groups of a warp, and then over the warps, half of which hand their sums to the other half, and
+  // so on: a fixed order of additions.
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int s = 0; s < sums; ++s) {
+    const auto for_each_total = [&](auto&& f) {
+#pragma unroll
+      for (int k = 0; k < held; ++k)
+#pragma unroll
+        for (int j = 0; j < width; ++j) f(total[s][k][j], k * width + j);
+    };
+    if constexpr (lanes < 32)
+      for_each_total([&](C& sum, int) {
+#pragma unroll
+        for (int step = lanes; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+      });
 #pragma unroll 1
-  for (int turn = 0; turn < groups; ++turn) {
-    if (turn == group) {
-#pragma unroll
-      for (int k = 0; k < held; ++k) {
-        const int p = thread + k * threads;
-        if (p >= packs) continue;
-#pragma unroll
-        for (int j = 0; j < width; ++j) {
-          const int at = p * width + j;
-          into[at] = turn == 0 ? dw[k][j] : into[at] + dw[k][j];
-          if (centred) into[n + at] = turn == 0 ? db[k][j] : into[n + at] + db[k][j];
-        }
-      }
+    for (int count = warps; count > 1; count = (count + 1) / 2) {
+      const int half = (count + 1) / 2;
+      if (warp >= half && warp < count)
+        for_each_total([&](C sum, int at) { handed[warp - half][at][lane] = sum; });
+      __syncthreads();
+      if (warp + half < count) for_each_total([&](C& sum, int at) { sum += handed[warp][at][lane]; });
+      __syncthreads();
     }
-    if (groups > 1) __syncthreads();
+    if (threadIdx.x >= lanes) continue;
+    C* const part = parts + (int64_t{blockIdx.x} * sums + s) * n;
+#pragma unroll
+    for (int k = 0; k < held; ++k)
+      if (const int p = thread + k * lanes; p < packs)
+#pragma unroll
+        for (int j = 0; j < width; ++j) part[p * width + j] = total[s][k][j];
   }
-  if (groups > 1)
-    for (int i = threadIdx.x; i < sums * n; i += norm_threads) part[i] = into[i];
 }
 
 // Any row; a block a row, whose threads add to what is theirs of its part.
@@ -255,7 +304,7 @@ __global__ void __launch_bounds__(norm_threads)
   C* const part = parts ? parts + int64_t{blockIdx.x} * (centred ? 2 : 1) * n : nullptr;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const T *const from_g = g + row * n, *const from_x = x + row * n;
-    const auto of = RowStatistics<centred, C>::load(statistics + row * norm_statistics<centred>);
+    const auto of = RowStatistics<centred, T>::load(statistics + row * norm_statistics<centred>);
     const bool first = row == blockIdx.x;
     C plain = 0, along = 0;
     for (int64_t i = threadIdx.x; i < n; i += norm_threads) {
@@ -299,19 +348,23 @@ __global__ void norm_sum_parts(T* dw, T* db, const compute<T>* parts, int64_t bl
   to[i] = narrow<T>(sum);
 }
 
-// Calls f with the RowLayout for rows of n elements, or with 0 where rows cannot be kept in registers.
+// Calls f with the RowLayout for rows of n elements, or with 0 where rows cannot be kept in registers: the
+// one that leaves the fewest lanes without work, with the fewest registers, so that more rows are under way.
 template <class T, class F, class... Pointers>
 void with_row_layout(int64_t n, const F& f, const Pointers*... pointers) {
-  constexpr int64_t of_warp = 32 * Pack<T>::count;  // elements, for each pack that its threads hold
-  constexpr int most = norm_held<T>, all = norm_threads / 32;
-  if (n % Pack<T>::count != 0 || !(is_aligned(pointers) && ...) || n > most * of_warp * all) return f(0);
-  if (n > most * of_warp) return f(RowLayout<all, most>{});
-  if constexpr (sizeof(T) < 8) {  // fewer registers let more rows be under way
-    if (n <= of_warp) return f(RowLayout<1, 1>{});
-    if (n <= most / 2 * of_warp) return f(RowLayout<1, most / 2>{});
-    if (n <= most * 3 / 4 * of_warp) return f(RowLayout<1, most * 3 / 4>{});
+  constexpr int64_t width = Pack<T>::count;
+  constexpr int most = norm_held<T>;
+  const int64_t packs = n / width;
+  if (n % width != 0 || !(is_aligned(pointers) && ...) || packs > most * norm_threads) return f(0);
+  if (packs > most * 32) return f(RowLayout<norm_threads, most>{});
+  if constexpr (sizeof(T) < 8) {
+    if (packs <= 16) return f(RowLayout<16, 1>{});
+    if (packs <= most / 2 * 16) return f(RowLayout<16, most / 2>{});
+    if (packs <= most * 3 / 4 * 16) return f(RowLayout<16, most * 3 / 4>{});
+    if (packs <= most / 2 * 32) return f(RowLayout<32, most / 2>{});
+    if (packs <= most * 3 / 4 * 32) return f(RowLayout<32, most * 3 / 4>{});
   }
-  f(RowLayout<1, most>{});
+  f(RowLayout<32, most>{});
 }
 
 /// y = normalised x * weight + bias, all contiguous, x, y [N, C]; bias may be undefined.
@@ -337,7 +390,7 @@ void launch_norm_forward(const char* op, Tensor& y, Tensor& statistics, const Te
                 <<<blocks_for(rows, 1), norm_threads, 0, stream>>>(to, moments, from, w, b, rows, n, C(eps));
           else
             norm_forward<T, centred, Layout>
-                <<<blocks_for(rows, norm_threads / 32 / Layout::warps), norm_threads, 0, stream>>>(
+                <<<blocks_for(rows, norm_threads / Layout::lanes), norm_threads, 0, stream>>>(
                     to, moments, from, w, b, rows, static_cast<int>(n), C(eps));
         },
         to, from, w, b);
@@ -367,10 +420,9 @@ void launch_norm_backward(const char* op, Tensor& dx, Tensor& dw, Tensor& db, co
     int64_t blocks = 0;
     Tensor parts;
     C* part = nullptr;
-    // A few rows for each group of warps, so that there are not many parts to sum.
-    const auto prepare = [&](int64_t rows_a_block) {
-      blocks = std::min<int64_t>(2 * properties(x.device()).multiProcessorCount,
-                                 blocks_for(rows, static_cast<int>(rows_a_block)));
+    const auto prepare = [&](int rows_a_block, int most) {
+      blocks = std::min<int64_t>(most * properties(x.device()).multiProcessorCount,
+                                 blocks_for(rows, rows_a_block));
       if (!wants_parts) return;
       parts = Tensor::empty({blocks, sums, n}, statistics.dtype(), x.device());
       part = write<C>(parts);
@@ -380,16 +432,14 @@ void launch_norm_backward(const char* op, Tensor& dx, Tensor& dw, Tensor& db, co
         [&](auto layout) {
           using Layout = decltype(layout);
           if constexpr (std::is_same_v<Layout, int>) {
-            prepare(1);
+            prepare(1, 2);
             norm_backward_any<T, centred><<<static_cast<unsigned>(blocks), norm_threads, 0, stream>>>(
                 to, part, grad, from, w, moments, rows, n, adds);
           } else {
-            constexpr int groups = norm_threads / 32 / Layout::warps;
-            prepare(groups > 1 ? 4 * groups : 1);
-            const size_t shared = part && groups > 1 ? static_cast<size_t>(sums * n) * sizeof(C) : 0;
-            norm_backward<T, centred, Layout>
-                <<<static_cast<unsigned>(blocks), norm_threads, shared, stream>>>(
-                    to, part, grad, from, w, moments, rows, static_cast<int>(n), adds);
+            constexpr int threads = norm_backward_threads<T, Layout>;
+            prepare(threads / Layout::lanes, 1);
+            norm_backward<T, centred, Layout><<<static_cast<unsigned>(blocks), threads, 0, stream>>>(
+                to, part, grad, from, w, moments, rows, static_cast<int>(n), adds);
           }
         },
         to, grad, from, w);

@@ -65,10 +65,12 @@ std::string label(DType dtype, const Shape& shape) {
   return text.str();
 }
 
-// Widths of a warp a row, a block a row, more than registers hold, and no multiple of 16 bytes.
-const std::vector<Shape> row_shapes = {{5, 1},     {7, 3},      {300, 64}, {33, 100}, {3, 11, 768},
-                                       {19, 1000}, {2, 1024},   {9, 384},  {5, 2048}, {3, 9000},
-                                       {2, 20000}, {2000, 128}, {3000, 7}, {0, 64},   {4, 0}};
+// Widths of two rows a warp, a warp a row, a block a row, more than registers hold, and no multiple of 16
+// bytes; rows that a device takes at once, and several times as many and a few.
+const std::vector<Shape> row_shapes = {
+    {5, 1},    {7, 3},      {300, 64},   {33, 100},   {3, 11, 768}, {19, 1000}, {2, 1024},  {9, 384},
+    {5, 2048}, {3, 9000},   {2, 20000},  {2000, 128}, {3000, 7},    {0, 64},    {4, 0},     {1, 384},
+    {25, 256}, {6501, 384}, {3301, 768}, {1700, 512}, {900, 1024},  {13, 8192}, {300, 2056}};
 
 TEST_F(FusedCuda, LayerNorm) {
   for (DType dtype : {f64, f32, f16, bf16})
