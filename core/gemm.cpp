@@ -414,8 +414,6 @@ Tensor usable(const Tensor& x) {
   return rows || columns ? x : x.contiguous();
 }
 
-Tensor sums_of_rows(const Tensor& a) { return sum_to(a.transpose(0, 1), {a.size(0)}); }
-
 void multiply_cpu(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& bias, bool accumulate) {
   if (c.numel() == 0) return;
   const DType wide = c.dtype() == f64 ? f64 : f32;
@@ -434,7 +432,6 @@ void multiply_cpu(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& bia
 void product_cpu(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& options) {
   multiply_cpu(c, a, b, options.bias, options.accumulate);
   if (options.addend.defined()) add_into(c, options.addend);
-  if (options.row_sums) *options.row_sums = sums_of_rows(a);
 }
 
 const Kernel<void(Tensor&, const Tensor&, const Tensor&, const ProductOptions&)> product_kernel{
@@ -458,8 +455,6 @@ void product(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& 
         "[product] bias must be [", c.size(-1), "]");
   check(!options.addend.defined() || (options.addend.shape() == c.shape() && !options.accumulate),
         Error::Kind::Shape, "[product] addend must be ", c.shape(), ", without accumulate");
-  check(!options.row_sums || c.dim() == 2, Error::Kind::Shape, "[product] row sums are of a matrix, got ",
-        a.shape());
   // Leading axes of c, with the matrices' own last two.
   const auto spread = [&](const Tensor& x) {
     Shape shape = c.shape();

@@ -54,8 +54,8 @@ cudaDataType_t type_of(DType dtype) {
   }
 }
 
-// What a product does with its result on the way out: `vector` is a bias, or gets sums; `matrix` is the input
-// of GELU, or gets it.
+// What a product does with its result on the way out: `vector` is a bias; `matrix` is the input of GELU, or
+// gets it.
 struct Epilogue {
   cublasLtEpilogue_t kind = CUBLASLT_EPILOGUE_DEFAULT;
   const void *vector = nullptr, *matrix = nullptr;
@@ -262,31 +262,8 @@ bool multiply(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& addend,
   return true;
 }
 
-Tensor sums_of_rows(const Tensor& a) { return sum_to(a.transpose(0, 1), {a.size(0)}); }
-
-// The product, and the sums of the rows of a on the way. False, with nothing done, where they have to be
-// taken apart.
-bool product_and_row_sums(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& options) {
-  const bool fits = (c.dtype() == f16 || c.dtype() == bf16) && c.dim() == 2 && c.is_contiguous() &&
-                    c.numel() > 0 && a.size(-1) > 0 && !options.bias.defined() && !options.addend.defined() &&
-                    usable(a) && usable(b);
-  if (!fits) return false;
-  bool done = false;
-  gpu::dispatch_floating(c.dtype(), "product", [&](auto zero) {
-    using T = decltype(zero);
-    Tensor sums = Tensor::empty({c.size(0)}, c.dtype(), c.device());
-    // By columns the rows of a are the columns of the right matrix, summed over k.
-    const Epilogue epilogue{CUBLASLT_EPILOGUE_BGRADB, write<T>(sums)};
-    done = multiply<T>(c, a, b, Tensor(), options.accumulate, epilogue, stream_of(c));
-    if (done) *options.row_sums = sums;
-  });
-  return done;
-}
-
 void product_cuda(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& options) {
-  if (options.row_sums && product_and_row_sums(c, a, b, options)) return;
   ProductOptions rest = options;
-  if (rest.row_sums) *std::exchange(rest.row_sums, nullptr) = sums_of_rows(a);
   if (c.numel() == 0) return;
   if (a.size(-1) == 0) {
     if (!rest.accumulate) c.fill_(0);

@@ -6,10 +6,9 @@
 namespace torus {
 
 struct ProductOptions {
-  bool accumulate = false;     // c += a @ b instead of c = a @ b
-  Tensor bias = {};            // [N], added to every row of c; undefined for none
-  Tensor addend = {};          // shaped as c, added to it; undefined for none. Not with `accumulate`
-  Tensor* row_sums = nullptr;  // set to the sums [M] of the rows of a, which must be a matrix; null for none
+  bool accumulate = false;  // c += a @ b instead of c = a @ b
+  Tensor bias = {};         // [N], added to every row of c; undefined for none
+  Tensor addend = {};       // shaped as c, added to it; undefined for none. Not with `accumulate`
 };
 
 /// c [..., M, N] = a [..., M, K] @ b [..., K, N] + bias + addend, all of one floating dtype. Leading axes

@@ -3,9 +3,18 @@
 #include <map>
 #include <mutex>
 
-#include "torus/core/cuda.h"
+#include "torus/core/cuda_columns.h"
 
 namespace torus {
+
+uint32_t* gpu::tickets_of(Device device) {
+  static std::mutex mutex;
+  static auto* all = new std::map<int, uint32_t*>;
+  std::lock_guard lock(mutex);
+  uint32_t*& tickets = (*all)[device.index];
+  if (!tickets) tickets = static_cast<uint32_t*>(allocate_for_good(most_tickets * sizeof(uint32_t), device));
+  return tickets;
+}
 
 namespace {
 
@@ -174,84 +183,25 @@ __global__ void sum_lines(C* parts, const T* from, const __grid_constant__ Strid
   }
 }
 
-// Threads lie along the outputs, `width` of them each, and 8 rows of threads share a part of what is summed:
-// blockIdx.y of gridDim.y. The last block of some outputs adds their parts, in order; `tickets`, 0 before and
-// after, tell which it is.
-template <int width, class T, class C>
-__global__ void __launch_bounds__(sum_threads)
-    sum_columns(T* into, C* parts, uint32_t* tickets, const T* from,
-                const __grid_constant__ Strided<1> summed, const __grid_constant__ Strided<1> kept,
-                int64_t part, C divisor) {
-  __shared__ C space[8][32 * width];
-  __shared__ bool is_last;
-  const int64_t columns = (kept.count + width - 1) / width;
-  const int64_t last = min(summed.count, (blockIdx.y + 1) * part);
-  for (int64_t first = int64_t{blockIdx.x} * 32; first < columns; first += int64_t{gridDim.x} * 32) {
-    const int64_t column = (first + threadIdx.x) * width;
-    C sum[width] = {};
-    // Adds up the sums of the rows of threads: in the first of them.
-    const auto join_rows = [&] {
-#pragma unroll
-      for (int k = 0; k < width; ++k) space[threadIdx.y][threadIdx.x * width + k] = sum[k];
-      __syncthreads();
-#pragma unroll
-      for (int k = 0; k < width; ++k) {
-        sum[k] = 0;
-        for (int row = 0; row < 8; ++row) sum[k] += space[row][threadIdx.x * width + k];
-      }
-      __syncthreads();
-    };
-    if (column < kept.count) {
-      const T* const top = from + place(kept, column);
-#pragma unroll 8
-      for (int64_t i = blockIdx.y * part + threadIdx.y; i < last; i += 8) {
-        const T* const at = top + place(summed, i);
-        if constexpr (width > 1) {
-          const Pack<T> pack = *reinterpret_cast<const Pack<T>*>(at);
-#pragma unroll
-          for (int k = 0; k < width; ++k) sum[k] += widen(pack.at[k]);
-        } else {
-          sum[0] += widen(*at);
-        }
-      }
-    }
-    join_rows();
-    if (gridDim.y > 1) {  // then there is a block for all columns
-      if (threadIdx.y == 0 && column < kept.count)
-#pragma unroll
-        for (int k = 0; k < width; ++k) parts[blockIdx.y * kept.count + column + k] = sum[k];
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0 && threadIdx.y == 0) is_last = atomicAdd(&tickets[blockIdx.x], 1) == gridDim.y - 1;
-      __syncthreads();
-      if (!is_last) return;
-      __threadfence();
-#pragma unroll
-      for (int k = 0; k < width; ++k) sum[k] = 0;
-      if (column < kept.count)
-#pragma unroll 4
-        for (int64_t p = threadIdx.y; p < gridDim.y; p += 8)
-#pragma unroll
-          for (int k = 0; k < width; ++k) sum[k] += __ldcg(parts + p * kept.count + column + k);
-      join_rows();
-      if (threadIdx.x == 0 && threadIdx.y == 0) tickets[blockIdx.x] = 0;
-    }
-    if (threadIdx.y == 0 && column < kept.count)
-#pragma unroll
-      for (int k = 0; k < width; ++k) into[column + k] = narrow<T>(sum[k] / divisor);
-  }
-}
+// What sum_columns adds up: elements at any places, side by side if `width` is more than 1.
+template <class T, int width>
+struct StridedRows {
+  using Loaded = std::conditional_t<(width > 1), uint4, T>;
+  static constexpr int at_once = width > 1 ? 4 : 8;  // as many as registers are enough for
+  const T* from;
+  Strided<1> summed, kept;
 
-// Counters of the blocks of a kernel that have ended, kept for good: kernels leave them at 0.
-constexpr int64_t most_tickets = 1024;
-uint32_t* tickets_of(Device device) {
-  static std::mutex mutex;
-  static auto* all = new std::map<int, uint32_t*>;
-  std::lock_guard lock(mutex);
-  uint32_t*& tickets = (*all)[device.index];
-  if (!tickets) tickets = static_cast<uint32_t*>(allocate_for_good(most_tickets * sizeof(uint32_t), device));
-  return tickets;
-}
+  __device__ const T* top(int64_t column) const { return from + place(kept, column); }
+  __device__ Loaded load(const T* top, int64_t row) const {
+    return *reinterpret_cast<const Loaded*>(top + place(summed, row));
+  }
+  __device__ void take(const Loaded& in, const T*, int64_t, compute<T> (&values)[width]) const {
+    if constexpr (width > 1)
+      widen_pack<T>(values, in);
+    else
+      values[0] = widen(in);
+  }
+};
 
 // 8 rows of threads share the parts of each output.
 template <class T, class C>
@@ -290,35 +240,24 @@ void sum_leading(Tensor& into, const Tensor& from, int summed_axes, double divis
     bool packs =
         width > 1 && kept.axes == 1 && kept.step[0][0] == 1 && kept.count % width == 0 && is_aligned(data);
     for (int axis = 0; axis < summed.axes; ++axis) packs = packs && summed.step[0][axis] % width == 0;
-    // Enough blocks for any device, each with enough to do.
-    const int64_t across = 32 * (packs ? width : 1);  // outputs of a block
-    const int64_t columns = by_column ? (kept.count + across - 1) / across : kept.count;
-    const int64_t least = by_column ? 64 : 2048;
-    const int64_t wanted = std::max<int64_t>(1, most_tickets / 2 / columns);
-    const int64_t part = std::max(least, (summed.count + wanted - 1) / wanted);
-    const int64_t parts = std::max<int64_t>(1, (summed.count + part - 1) / part);
-    Tensor space;
-    C* to = nullptr;
-    if (parts > 1 || !by_column) {
-      space = Tensor::empty({parts * kept.count}, std::is_same_v<C, double> ? f64 : f32, into.device());
-      to = space.mutable_data<C>();
-    }
-    const auto rows = static_cast<unsigned>(parts);
     if (by_column) {
-      const dim3 grid(static_cast<unsigned>(std::min<int64_t>(columns, 1 << 20)), rows), block(32, 8);
-      const auto launch = [&](auto kernel) {
-        kernel<<<grid, block, 0, stream>>>(write<T>(into), to, tickets_of(into.device()), data, summed, kept,
-                                           part, C(divisor));
-      };
       if (packs)
-        launch(sum_columns<width, T, C>);
+        launch_sum_columns<T, width>("sum_to", into, StridedRows<T, width>{data, summed, kept}, summed.count,
+                                     kept.count, divisor);
       else
-        launch(sum_columns<1, T, C>);
-      check_launch("sum_to");
+        launch_sum_columns<T, 1>("sum_to", into, StridedRows<T, 1>{data, summed, kept}, summed.count,
+                                 kept.count, divisor);
       return;
     }
+    // Enough blocks for any device, each with enough to do.
+    const int64_t wanted = std::max<int64_t>(1, 512 / kept.count);
+    const int64_t part = std::max<int64_t>(2048, (summed.count + wanted - 1) / wanted);
+    const int64_t parts = std::max<int64_t>(1, (summed.count + part - 1) / part);
+    Tensor space = Tensor::empty({parts * kept.count}, std::is_same_v<C, double> ? f64 : f32, into.device());
+    C* const to = write<C>(space);
     const auto lines = static_cast<unsigned>(std::min<int64_t>(kept.count, 1 << 20));
-    sum_lines<<<dim3(lines, rows), sum_threads, 0, stream>>>(to, data, summed, kept, part);
+    sum_lines<<<dim3(lines, static_cast<unsigned>(parts)), sum_threads, 0, stream>>>(to, data, summed, kept,
+                                                                                     part);
     check_launch("sum_to");
     add_parts<<<blocks_for(kept.count, 32), dim3(32, 8), 0, stream>>>(write<T>(into), to, kept.count, parts,
                                                                       C(divisor));

@@ -34,12 +34,12 @@ Shape check_linear(const char* op, const Shape& applied_to, const Variable& x, c
 }
 
 Tensor add_product(const OutputGrads& grads, size_t input, const Tensor& a, const Tensor& b,
-                   const Shape& shape, Tensor* row_sums) {
+                   const Shape& shape) {
   Tensor sum = grads.sum(input);
   const bool accumulate = sum.defined();
   if (!accumulate) sum = Tensor::empty(shape, a.dtype(), a.device());
   Tensor matrix = as_rows(sum);
-  product(matrix, a, b, {.accumulate = accumulate, .row_sums = row_sums});
+  product(matrix, a, b, {.accumulate = accumulate});
   return sum;
 }
 
@@ -72,12 +72,9 @@ Variable linear(const Variable& x, const Variable& weight, const Variable& bias,
                     const OutputGrads& grads) -> std::vector<Tensor> {
                   const Tensor dy = as_rows(grads[0]);
                   Tensor dx, dw, db;
+                  if (grads.wants(2)) db = sum_to(dy, {dy.size(1)});
                   if (grads.wants(0)) dx = add_product(grads, 0, dy, saved_weight.get(), x_shape);
-                  if (grads.wants(1))
-                    dw = add_product(grads, 1, dy.transpose(0, 1), saved_x.get(), w_shape,
-                                     grads.wants(2) ? &db : nullptr);
-                  else if (grads.wants(2))
-                    db = sum_to(dy, {dy.size(1)});
+                  if (grads.wants(1)) dw = add_product(grads, 1, dy.transpose(0, 1), saved_x.get(), w_shape);
                   return {dx, dw, db, grads.wants(3) ? grads[0] : Tensor()};
                 });
 }

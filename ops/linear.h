@@ -10,9 +10,8 @@ namespace torus {
 Shape check_linear(const char* op, const Shape& applied_to, const Variable& x, const Variable& weight,
                    const Variable& bias, const Variable& residual = {});
 
-/// The gradient of an input, shaped `shape`, from a @ b: added to what the input has so far. `row_sums` as in
-/// ProductOptions.
+/// The gradient of an input, shaped `shape`, from a @ b: added to what the input has so far.
 Tensor add_product(const OutputGrads& grads, size_t input, const Tensor& a, const Tensor& b,
-                   const Shape& shape, Tensor* row_sums = nullptr);
+                   const Shape& shape);
 
 }  // namespace torus

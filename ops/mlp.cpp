@@ -29,33 +29,28 @@ Variable mlp(const Variable& x, const Variable& up, const Variable& up_bias, con
   product(y, hidden, down.value().transpose(0, 1),
           {.bias = value_of(down_bias), .addend = residual.defined() ? as_rows(residual.value()) : Tensor()});
   // Saved: what each product read, and the input of GELU for its derivative.
-  return record("mlp", {x, up, up_bias, down, down_bias, residual}, y.reshape(shape),
-                [form, x_shape = x.shape(), saved_x = Saved(rows), saved_up = Saved(up.value()),
-                 saved_down = Saved(down.value()), saved_input = Saved(input),
-                 saved_hidden = Saved(hidden)](const OutputGrads& grads) -> std::vector<Tensor> {
-                  const Tensor dy = as_rows(grads[0]);
-                  std::vector<Tensor> result(6);
-                  if (grads.wants(3)) {
-                    Tensor* const sums = grads.wants(4) ? &result[4] : nullptr;
-                    result[3] = add_product(grads, 3, dy.transpose(0, 1), saved_hidden.get(),
-                                            saved_down.get().shape(), sums);
-                  } else if (grads.wants(4)) {
-                    result[4] = sum_to(dy, {dy.size(1)});
-                  }
-                  if (grads.wants(5)) result[5] = grads[0];
-                  if (!grads.wants(0) && !grads.wants(1) && !grads.wants(2)) return result;
+  return record(
+      "mlp", {x, up, up_bias, down, down_bias, residual}, y.reshape(shape),
+      [form, x_shape = x.shape(), saved_x = Saved(rows), saved_up = Saved(up.value()),
+       saved_down = Saved(down.value()), saved_input = Saved(input),
+       saved_hidden = Saved(hidden)](const OutputGrads& grads) -> std::vector<Tensor> {
+        const Tensor dy = as_rows(grads[0]);
+        std::vector<Tensor> result(6);
+        if (grads.wants(4)) result[4] = sum_to(dy, {dy.size(1)});
+        if (grads.wants(3))
+          result[3] = add_product(grads, 3, dy.transpose(0, 1), saved_hidden.get(), saved_down.get().shape());
+        if (grads.wants(5)) result[5] = grads[0];
+        if (!grads.wants(0) && !grads.wants(1) && !grads.wants(2)) return result;
 
-                  const Tensor& at = saved_input.get();
-                  Tensor d_input = Tensor::empty(at.shape(), at.dtype(), at.device());
-                  product(d_input, dy, saved_down.get());
-                  gelu_backward(d_input, d_input, at, form);
-                  if (grads.wants(2)) result[2] = sum_to(d_input, {at.size(1)});
-                  if (grads.wants(0)) result[0] = add_product(grads, 0, d_input, saved_up.get(), x_shape);
-                  if (grads.wants(1))
-                    result[1] =
-                        add_product(grads, 1, d_input.transpose(0, 1), saved_x.get(), saved_up.get().shape());
-                  return result;
-                });
+        const Tensor& at = saved_input.get();
+        Tensor d_input = Tensor::empty(at.shape(), at.dtype(), at.device());
+        product(d_input, dy, saved_down.get());
+        gelu_backward(d_input, d_input, at, form, grads.wants(2) ? &result[2] : nullptr);
+        if (grads.wants(0)) result[0] = add_product(grads, 0, d_input, saved_up.get(), x_shape);
+        if (grads.wants(1))
+          result[1] = add_product(grads, 1, d_input.transpose(0, 1), saved_x.get(), saved_up.get().shape());
+        return result;
+      });
 }
 
 }  // namespace torus

@@ -165,24 +165,13 @@ TEST_F(CudaProduct, AgreesWithTheCpu) {
                 << dtype << " " << m << " " << n << " " << k << " " << transposes << with_bias << accumulate;
             if (accumulate || m * n < 100) continue;  // sums may cancel
             const Tensor addend = randn({m, n}, 0, 1, dtype);
-            Tensor sums, device_sums;
-            product(expected, a, b, {.bias = bias, .addend = addend, .row_sums = &sums});
+            product(expected, a, b, {.bias = bias, .addend = addend});
             product(got, there(a, transposes & 1), there(b, transposes & 2),
                     {.bias = with_bias ? bias.to(cuda) : bias,
                      .addend = transposes & 1 ? there(addend.transpose(0, 1).clone().transpose(0, 1), true)
-                                              : addend.to(cuda),
-                     .row_sums = &device_sums});
+                                              : addend.to(cuda)});
             EXPECT_LT(difference(got, expected), tolerance)
                 << dtype << " " << m << " " << n << " " << k << " " << transposes << with_bias;
-            EXPECT_LT(difference(device_sums, sums), 10 * tolerance)
-                << "sums of rows " << dtype << " " << m << " " << n << " " << k << " " << transposes;
-            product(got, there(a, transposes & 1), there(b, transposes & 2), {.row_sums = &device_sums});
-            product(expected, a, b);
-            EXPECT_LT(difference(got, expected), tolerance)
-                << "with sums of rows " << dtype << " " << m << " " << n << " " << k << " " << transposes;
-            EXPECT_LT(difference(device_sums, sums), 10 * tolerance)
-                << "sums of rows on the way " << dtype << " " << m << " " << n << " " << k << " "
-                << transposes;
           }
   }
 }

@@ -119,7 +119,7 @@ TEST(Gemm, SixteenBits) {
   }
 }
 
-TEST(Gemm, AddsAMatrixAndSumsRows) {
+TEST(Gemm, AddsAMatrix) {
   manual_seed(1);
   for (DType dtype : {f64, f32, f16, bf16})
     for (const auto& [m, k, n] : {std::array<int64_t, 3>{5, 7, 3}, {64, 40, 72}, {4, 0, 2}})
@@ -127,14 +127,9 @@ TEST(Gemm, AddsAMatrixAndSumsRows) {
         const double tolerance = dtype == f64 ? 1e-14 : dtype == f32 ? 1e-5 : dtype == f16 ? 2e-3 : 2e-2;
         const Tensor a = laid_out(randn({1, m, k}).to(dtype), way), b = randn({1, k, n}).to(dtype),
                      bias = randn({n}).to(dtype), addend = laid_out(randn({1, m, n}).to(dtype), way);
-        Tensor c = Tensor::empty({1, m, n}, dtype), sums;
+        Tensor c = Tensor::empty({1, m, n}, dtype);
         product(c, a, b, {.bias = bias, .addend = addend});
         expect_product(c, a, b, bias, addend, tolerance);
-        Tensor matrix = c.select(0, 0);
-        product(matrix, a.select(0, 0), b.select(0, 0), {.row_sums = &sums});
-        expect_product(c, a, b, {}, {}, tolerance);
-        expect_product(sums.reshape({1, m, 1}), a, Tensor::full({1, k, 1}, 1, dtype), {}, {}, tolerance);
-        EXPECT_EQ(sums.dtype(), dtype);
       }
 }
 
