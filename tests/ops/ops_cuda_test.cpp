@@ -2,6 +2,7 @@
 // kernel splits its work, indices out of range. Skipped without a device.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -117,6 +118,42 @@ TEST_F(CudaOps, FunctionsOfSpecialNumbers) {
       expect_same(op, {random_tensor({3, 4099}, dtype, -8, 8)}, true, 2);
     }
   }
+}
+
+// By packs, also along rows that broadcast, with what is less than a pack, and one by one.
+TEST_F(CudaOps, ElementwiseOfEveryLayout) {
+  const auto product_of_both = [](auto& x) { return x[0] * x[1]; };
+  for (DType dtype : floating) {
+    const Tensor x = random_tensor({3, 40, 64}, dtype);
+    for (const Shape& other :
+         {Shape{3, 40, 64}, {40, 64}, {64}, {3, 1, 64}, {3, 40, 1}, {1, 40, 1}, {1}, {2, 1, 1, 1}})
+      expect_same(product_of_both, {x, random_tensor(other, dtype)}, true, 4);
+    for (int64_t first : {0, 1, 8, 16}) {
+      const auto of_slices = [=](auto& in) { return slice(in[0], 2, first, first + 40) * in[1]; };
+      expect_same(of_slices, {x, random_tensor({3, 40, 40}, dtype)}, true, 4);
+      expect_same(of_slices, {x, random_tensor({40}, dtype)}, true, 4);
+    }
+    for (int64_t count : {1, 7, 8, 9, 4095, 4096, 4097, 8193, 3000000})
+      expect_same(product_of_both, {random_tensor({count}, dtype), random_tensor({count}, dtype)}, true, 4);
+  }
+}
+
+// The gradients of biases too: rows in one part and in many, with widths of whole packs and others.
+TEST_F(CudaOps, MlpOfManyRows) {
+  for (DType dtype : floating)
+    for (Gelu form : {Gelu::exact, Gelu::tanh})
+      for (const auto& [rows, hidden] : {std::array<int64_t, 2>{1, 32},
+                                         {15, 128},
+                                         {16, 136},
+                                         {65, 260},
+                                         {1000, 100},
+                                         {1700, 1032},
+                                         {9000, 8}})
+        expect_same([form](auto& x) { return mlp(x[0], x[1], x[2], x[3], x[4], x[5], form); },
+                    {random_tensor({rows, 24}, dtype), random_tensor({hidden, 24}, dtype, -0.5, 0.5, 2),
+                     random_tensor({hidden}, dtype), random_tensor({24, hidden}, dtype, -0.2, 0.2, 3),
+                     random_tensor({24}, dtype), random_tensor({rows, 24}, dtype)},
+                    true, 8);
 }
 
 TEST_F(CudaOps, PowersOfSpecialNumbers) {
