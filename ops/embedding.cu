@@ -64,8 +64,16 @@ __global__ void find_firsts(uint32_t* first, const uint32_t* keys, int64_t rows,
   }
 }
 
-// Rows of one index that a warp sums; more are left to a block.
-constexpr uint32_t few = 32;
+// Rows of one index that a warp sums, and that a block does: more are left to several blocks.
+constexpr uint32_t few = 32, most_of_block = 256;
+// Rows of an index that a block sums: piece 0, 1, ... of them. If there are several, the sums of this one go
+// to row `slot` of a table.
+struct Piece {
+  uint32_t index, piece, slot;
+};
+__device__ inline uint32_t pieces_of(const uint32_t* firsts, uint32_t index) {
+  return (firsts[index + 1] - firsts[index] + most_of_block - 1) / most_of_block;
+}
 // Vectors of a row that a lane sums at once; wider rows are cut along blockIdx.x.
 constexpr int held = 4;
 
@@ -110,10 +118,10 @@ __device__ inline void store_sums(T* row, const gpu::compute<T> (&sums)[held][wi
 }
 
 // A warp an index: dw of those with few rows, or none; the others are put on the list `many`, whose order is
-// no matter. many_count starts at 0. If `adds`, to what dw holds.
+// no matter. counts, of the list and of the slots that it uses, start at 0. If `adds`, to what dw holds.
 template <class T, int width>
 __global__ void __launch_bounds__(threads)
-    sum_few(T* __restrict__ dw, uint32_t* many, uint32_t* many_count, const T* __restrict__ g,
+    sum_few(T* __restrict__ dw, Piece* many, uint32_t* counts, const T* __restrict__ g,
             const uint32_t* __restrict__ positions, const uint32_t* __restrict__ firsts, int64_t vocabulary,
             int64_t n, bool adds) {
   const int64_t from = int64_t{blockIdx.x} * 32 * held * width;
@@ -121,7 +129,11 @@ __global__ void __launch_bounds__(threads)
   for (int64_t v = int64_t{blockIdx.y} * warps_a_block + threadIdx.x / 32; v < vocabulary; v += stride) {
     const uint32_t first = firsts[v], last = firsts[v + 1];
     if (last - first > few) {
-      if (threadIdx.x % 32 == 0 && blockIdx.x == 0) many[atomicAdd(many_count, 1)] = static_cast<uint32_t>(v);
+      if (threadIdx.x % 32 > 0 || blockIdx.x > 0) continue;
+      const auto index = static_cast<uint32_t>(v);
+      const uint32_t pieces = pieces_of(firsts, index), entry = atomicAdd(&counts[0], pieces),
+                     slot = pieces > 1 ? atomicAdd(&counts[1], pieces) : 0;
+      for (uint32_t piece = 0; piece < pieces; ++piece) many[entry + piece] = {index, piece, slot + piece};
       continue;
     }
     if (adds && first == last) continue;
@@ -133,20 +145,25 @@ __global__ void __launch_bounds__(threads)
 
 constexpr int many_warps = 16;
 
-// A block an index of the list: each warp sums every 16th row, then the sums are added in order.
+// A block an entry of the list: each warp sums every 16th row, then the sums are added in order, into dw or a
+// row of `slots` [number of slots, n].
 template <class T, int width>
 __global__ void __launch_bounds__(32 * many_warps)
-    sum_many(T* __restrict__ dw, const uint32_t* __restrict__ many, const uint32_t* __restrict__ many_count,
-             const T* __restrict__ g, const uint32_t* __restrict__ positions,
-             const uint32_t* __restrict__ firsts, int64_t n, bool adds) {
+    sum_many(T* __restrict__ dw, gpu::compute<T>* __restrict__ slots, const Piece* __restrict__ many,
+             const uint32_t* __restrict__ counts, const T* __restrict__ g,
+             const uint32_t* __restrict__ positions, const uint32_t* __restrict__ firsts, int64_t n,
+             bool adds) {
   using C = gpu::compute<T>;
   __shared__ C total[held][width][32];
   const int64_t from = int64_t{blockIdx.x} * 32 * held * width;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (uint32_t entry = blockIdx.y; entry < *many_count; entry += gridDim.y) {
-    const uint32_t v = many[entry];
+  for (uint32_t entry = blockIdx.y; entry < counts[0]; entry += gridDim.y) {
+    const auto [v, piece, slot] = many[entry];
+    const bool alone = pieces_of(firsts, v) == 1;
+    const uint32_t first = firsts[v] + piece * most_of_block,
+                   last = min(firsts[v + 1], first + most_of_block);
     C sums[held][width] = {};
-    add_rows<T, width>(sums, g, positions, firsts[v] + warp, firsts[v + 1], many_warps, n, from);
+    add_rows<T, width>(sums, g, positions, first + warp, last, many_warps, n, from);
 #pragma unroll 1
     for (int turn = 0; turn < many_warps; ++turn) {
       if (turn == warp) {
@@ -157,10 +174,33 @@ __global__ void __launch_bounds__(32 * many_warps)
             sums[k][j] = turn == 0 ? sums[k][j] : total[k][j][lane] + sums[k][j];
             total[k][j][lane] = sums[k][j];
           }
-        if (turn == many_warps - 1) store_sums<T, width>(dw + int64_t{v} * n, sums, n, from, adds);
+        if (turn == many_warps - 1 && alone) store_sums<T, width>(dw + int64_t{v} * n, sums, n, from, adds);
+        if (turn == many_warps - 1 && !alone)
+          store_sums<C, width>(slots + int64_t{slot} * n, sums, n, from, false);
       }
       __syncthreads();
     }
+  }
+}
+
+// A block an entry of the list: dw of those indices whose sums are in slots, at the first of which they are
+// added in order. A thread a column, blockIdx.x of them.
+template <class T>
+__global__ void __launch_bounds__(threads)
+    sum_slots(T* __restrict__ dw, const gpu::compute<T>* __restrict__ slots, const Piece* __restrict__ many,
+              const uint32_t* __restrict__ counts, const uint32_t* __restrict__ firsts, int64_t n,
+              bool adds) {
+  const int64_t i = int64_t{blockIdx.x} * threads + threadIdx.x;
+  if (i >= n) return;
+  for (uint32_t entry = blockIdx.y; entry < counts[0]; entry += gridDim.y) {
+    const auto [v, piece, slot] = many[entry];
+    const uint32_t pieces = piece == 0 ? pieces_of(firsts, v) : 1;
+    if (pieces == 1) continue;
+    gpu::compute<T> sum = 0;
+#pragma unroll 8
+    for (uint32_t p = 0; p < pieces; ++p) sum += slots[int64_t{slot + p} * n + i];
+    T& to = dw[int64_t{v} * n + i];
+    to = gpu::narrow<T>(adds ? gpu::widen(to) + sum : sum);
   }
 }
 
@@ -294,12 +334,13 @@ void backward(Tensor& dw, const Tensor& g, const Tensor& indices, bool adds) {
   };
   Tensor unsorted_keys = words(rows), unsorted_positions = words(rows), sorted_keys = words(rows),
          sorted_positions = words(rows), first_of = words(vocabulary + 1);
-  const int64_t most_many = rows / (few + 1);
-  Tensor many_list = words(most_many + 1);  // the last is their number
-  many_list.fill_(0);
+  const int64_t most_many = rows / (few + 1), most_slots = 2 * rows / (most_of_block + 1);
+  Tensor many_list = words(most_many * 3), count_words = words(2);
+  count_words.fill_(0);
   uint32_t *const keys = pointer(unsorted_keys), *const numbers = pointer(unsorted_positions),
                   *const sorted = pointer(sorted_keys), *const positions = pointer(sorted_positions),
-                  *const firsts = pointer(first_of), *const many = pointer(many_list);
+                  *const firsts = pointer(first_of), *const counts = pointer(count_words);
+  Piece* const many = reinterpret_cast<Piece*>(pointer(many_list));
   if (rows > 0) {
     number_rows<<<gpu::blocks_for(rows, 256), 256, 0, stream>>>(keys, numbers, gpu::read<int64_t>(indices),
                                                                 rows, vocabulary);
@@ -321,14 +362,22 @@ void backward(Tensor& dw, const Tensor& g, const Tensor& indices, bool adds) {
     using T = decltype(zero);
     T* const to = gpu::write<T>(dw);
     const T* const from = gpu::read<T>(g);
+    using C = gpu::compute<T>;
+    Tensor slots = Tensor::empty(Shape{most_slots, n}, sizeof(C) == 8 ? f64 : f32, dw.device());
+    C* const sums = gpu::write<C>(slots);
     const auto launch = [&](auto sum_few_kernel, auto sum_many_kernel, int64_t width) {
       const unsigned parts = parts_of(n, 32 * held * width);
       sum_few_kernel<<<dim3(parts, gpu::blocks_for(vocabulary, warps_a_block, 65535)), threads, 0, stream>>>(
-          to, many, many + most_many, from, positions, firsts, vocabulary, n, adds);
+          to, many, counts, from, positions, firsts, vocabulary, n, adds);
       gpu::check_launch("embedding");
       if (most_many == 0) return;
-      sum_many_kernel<<<dim3(parts, gpu::blocks_for(most_many, 1, 1024)), 32 * many_warps, 0, stream>>>(
-          to, many, many + most_many, from, positions, firsts, n, adds);
+      const unsigned entries = gpu::blocks_for(most_many, 1, 1024);
+      sum_many_kernel<<<dim3(parts, entries), 32 * many_warps, 0, stream>>>(to, sums, many, counts, from,
+                                                                            positions, firsts, n, adds);
+      gpu::check_launch("embedding");
+      if (most_slots == 0) return;
+      sum_slots<<<dim3(parts_of(n, threads), entries), threads, 0, stream>>>(to, sums, many, counts, firsts,
+                                                                             n, adds);
       gpu::check_launch("embedding");
     };
     if (moves_packs(n, to, from))
