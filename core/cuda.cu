@@ -485,6 +485,12 @@ class CudaDriver final : public DeviceDriver {
 
 // ------------------------------------------------------------------------------------------- for .cu files
 
+bool waits_for_kernel_before(const void* kernel) {
+  cudaFuncAttributes attributes{};
+  check_call(cudaFuncGetAttributes(&attributes, kernel), "launch");
+  return attributes.ptxVersion >= 90;
+}
+
 cudaStream_t stream_of(Device device) {
   State& found = state(device.index);
   if (capturing() && !current->is_on(found)) end_capture("the step uses two devices");

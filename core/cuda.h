@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <type_traits>
+#include <utility>
 
 #include "torus/core/kernel.h"
 #include "torus/core/tensor.h"
@@ -42,6 +43,34 @@ void allow_shared_memory(const void* kernel, size_t bytes);
 inline unsigned blocks_for(int64_t count, int threads, int64_t most = 1 << 20) {
   const int64_t blocks = (count + threads - 1) / threads;
   return static_cast<unsigned>(blocks < 1 ? 1 : blocks < most ? blocks : most);
+}
+
+/// The first thing that a kernel launched by `launch` does: it may have begun while the one before it on the
+/// stream still ran, and waits for that here. The next one may begin from here on.
+__device__ inline void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+/// Whether a kernel was compiled for devices on which it waits, which must be the one it runs on.
+bool waits_for_kernel_before(const void* kernel);
+/// Launches a kernel that begins with `wait_for_kernel_before`, which hides most of what a launch costs the
+/// device.
+template <auto kernel, class... Args>
+void launch(const char* what, dim3 grid, dim3 block, cudaStream_t stream, Args&&... args) {
+  static const bool waits = waits_for_kernel_before(reinterpret_cast<const void*>(kernel));
+  cudaLaunchAttribute overlaps{};
+  overlaps.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlaps.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = &overlaps;
+  config.numAttrs = waits ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+  check_launch(what);
 }
 
 /// What a kernel found wrong with its arguments, such as an index out of range: kernels cannot throw, so the
@@ -333,6 +362,7 @@ template <class T, int N, class F>
 __global__ void __launch_bounds__(map_threads)
     map_packs(T* y, Pointers<T, N> x, unsigned repeated, int64_t count, F f) {
   constexpr int width = Pack<T>::count, at_once = map_packs_at_once, step = map_threads * width;
+  wait_for_kernel_before();
   for (int64_t first = int64_t{blockIdx.x} * (at_once * step) + threadIdx.x * width; first < count;
        first += int64_t{gridDim.x} * (at_once * step)) {
     uint4 from[at_once][N];
@@ -362,6 +392,7 @@ template <class T, int N, class F>
 __global__ void __launch_bounds__(map_threads)
     map_strided_packs(T* y, Pointers<T, N> x, const __grid_constant__ Strided<N + 1> walk, unsigned repeated,
                       F f) {
+  wait_for_kernel_before();
   const int64_t stride = int64_t{gridDim.x} * map_threads;
   for (int64_t i = int64_t{blockIdx.x} * map_threads + threadIdx.x; i < walk.count; i += stride) {
     int64_t at[N + 1];
@@ -376,6 +407,7 @@ __global__ void __launch_bounds__(map_threads)
 template <class T, int N, class F>
 __global__ void __launch_bounds__(map_threads)
     map_strided(T* y, Pointers<T, N> x, const __grid_constant__ Strided<N + 1> walk, F f) {
+  wait_for_kernel_before();
   const int64_t stride = int64_t{gridDim.x} * map_threads;
   for (int64_t i = int64_t{blockIdx.x} * map_threads + threadIdx.x; i < walk.count; i += stride) {
     int64_t at[N + 1];
@@ -423,20 +455,19 @@ void map_elements(const char* op, Tensor& y, const F& f, const Inputs&... x) {
     constexpr int width = Pack<T>::count;
     unsigned repeated = 0;
     if (!detail::moves_packs(walk, width, {is_aligned(to), is_aligned(read<T>(x))...}, repeated)) {
-      const unsigned blocks = blocks_for(walk.count, map_threads);
-      detail::map_strided<T, n><<<blocks, map_threads, 0, stream>>>(to, from, walk, f);
+      launch<detail::map_strided<T, n, F>>(op, blocks_for(walk.count, map_threads), map_threads, stream, to,
+                                           from, walk, f);
     } else if (walk.axes == 1) {
       const unsigned blocks = blocks_for(walk.count, map_threads * map_packs_at_once * width);
-      detail::map_packs<T, n><<<blocks, map_threads, 0, stream>>>(to, from, repeated, walk.count, f);
+      launch<detail::map_packs<T, n, F>>(op, blocks, map_threads, stream, to, from, repeated, walk.count, f);
     } else {
       const int last = walk.axes - 1;
       walk.size[last] /= width;
       walk.count /= width;
       for (auto& step : walk.step) step[last] *= width;
-      const unsigned blocks = blocks_for(walk.count, map_threads);
-      detail::map_strided_packs<T, n><<<blocks, map_threads, 0, stream>>>(to, from, walk, repeated, f);
+      launch<detail::map_strided_packs<T, n, F>>(op, blocks_for(walk.count, map_threads), map_threads, stream,
+                                                 to, from, walk, repeated, f);
     }
-    check_launch(op);
   });
 }
 

@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(column_threads, sizeof(compute<T>) == 8 ? 2 : 
   constexpr int pack = Pack<C>::count, helpers = column_threads / (across / pack);
   __shared__ C space[std::max(warps, helpers)][across];
   __shared__ bool is_last;
+  wait_for_kernel_before();
   const int thread = threadIdx.x, lane = thread % lanes;
   const int64_t column = (int64_t{blockIdx.x} * lanes + lane) * width;
   C sum[width] = {};
@@ -118,10 +119,9 @@ void launch_sum_columns(const char* op, Tensor& into, const Source& source, int6
   if (parts > 1)
     space = Tensor::empty(Shape{blocks * parts * Layout::across}, sizeof(C) == 8 ? f64 : f32, into.device());
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(parts));
-  sum_columns<T, width><<<grid, column_threads, 0, stream>>>(
-      write<T>(into), parts > 1 ? write<C>(space) : nullptr, tickets_of(into.device()), source, rows, columns,
-      part, C(divisor));
-  check_launch(op);
+  launch<sum_columns<T, width, Source>>(op, grid, column_threads, stream, write<T>(into),
+                                        parts > 1 ? write<C>(space) : nullptr, tickets_of(into.device()),
+                                        source, rows, columns, part, C(divisor));
 }
 
 }  // namespace torus::gpu

@@ -120,6 +120,7 @@ __global__ void __launch_bounds__(norm_threads)
     norm_forward(T* __restrict__ y, compute<T>* __restrict__ statistics, const T* __restrict__ x,
                  const T* __restrict__ weight, const T* __restrict__ bias, int64_t rows, int n,
                  compute<T> eps) {
+  wait_for_kernel_before();
   using C = compute<T>;
   constexpr int lanes = Layout::lanes, held = Layout::held, width = Pack<T>::count,
                 groups = norm_threads / lanes;
@@ -165,6 +166,7 @@ __global__ void __launch_bounds__(norm_threads)
     norm_forward_any(T* __restrict__ y, compute<T>* __restrict__ statistics, const T* __restrict__ x,
                      const T* __restrict__ weight, const T* __restrict__ bias, int64_t rows, int64_t n,
                      compute<T> eps) {
+  wait_for_kernel_before();
   using C = compute<T>;
   __shared__ C space[32];
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -190,6 +192,7 @@ __global__ void __launch_bounds__(norm_backward_threads<T, Layout>, 1)
     norm_backward(T* __restrict__ dx, compute<T>* __restrict__ parts, const T* __restrict__ g,
                   const T* __restrict__ x, const T* __restrict__ weight,
                   const compute<T>* __restrict__ statistics, int64_t rows, int n, bool adds) {
+  wait_for_kernel_before();
   using C = compute<T>;
   constexpr int lanes = Layout::lanes, held = Layout::held, width = Pack<T>::count,
                 threads = norm_backward_threads<T, Layout>, groups = threads / lanes, sums = centred ? 2 : 1,
@@ -299,6 +302,7 @@ __global__ void __launch_bounds__(norm_threads)
     norm_backward_any(T* __restrict__ dx, compute<T>* __restrict__ parts, const T* __restrict__ g,
                       const T* __restrict__ x, const T* __restrict__ weight,
                       const compute<T>* __restrict__ statistics, int64_t rows, int64_t n, bool adds) {
+  wait_for_kernel_before();
   using C = compute<T>;
   __shared__ C space[32];
   C* const part = parts ? parts + int64_t{blockIdx.x} * (centred ? 2 : 1) * n : nullptr;
@@ -330,6 +334,7 @@ __global__ void __launch_bounds__(norm_threads)
 // order.
 template <class T>
 __global__ void norm_sum_parts(T* dw, T* db, const compute<T>* parts, int64_t blocks, int64_t n) {
+  wait_for_kernel_before();
   using C = compute<T>;
   __shared__ C space[8][33];
   T* const to = blockIdx.y == 0 ? dw : db;
@@ -386,15 +391,14 @@ void launch_norm_forward(const char* op, Tensor& y, Tensor& statistics, const Te
         [&](auto layout) {
           using Layout = decltype(layout);
           if constexpr (std::is_same_v<Layout, int>)
-            norm_forward_any<T, centred>
-                <<<blocks_for(rows, 1), norm_threads, 0, stream>>>(to, moments, from, w, b, rows, n, C(eps));
+            launch<norm_forward_any<T, centred>>(op, blocks_for(rows, 1), norm_threads, stream, to, moments,
+                                                 from, w, b, rows, n, C(eps));
           else
-            norm_forward<T, centred, Layout>
-                <<<blocks_for(rows, norm_threads / Layout::lanes), norm_threads, 0, stream>>>(
-                    to, moments, from, w, b, rows, static_cast<int>(n), C(eps));
+            launch<norm_forward<T, centred, Layout>>(op, blocks_for(rows, norm_threads / Layout::lanes),
+                                                     norm_threads, stream, to, moments, from, w, b, rows,
+                                                     static_cast<int>(n), C(eps));
         },
         to, from, w, b);
-    check_launch(op);
   });
 }
 
@@ -433,21 +437,21 @@ void launch_norm_backward(const char* op, Tensor& dx, Tensor& dw, Tensor& db, co
           using Layout = decltype(layout);
           if constexpr (std::is_same_v<Layout, int>) {
             prepare(1, 2);
-            norm_backward_any<T, centred><<<static_cast<unsigned>(blocks), norm_threads, 0, stream>>>(
-                to, part, grad, from, w, moments, rows, n, adds);
+            launch<norm_backward_any<T, centred>>(op, static_cast<unsigned>(blocks), norm_threads, stream, to,
+                                                  part, grad, from, w, moments, rows, n, adds);
           } else {
             constexpr int threads = norm_backward_threads<T, Layout>;
             prepare(threads / Layout::lanes, 1);
-            norm_backward<T, centred, Layout><<<static_cast<unsigned>(blocks), threads, 0, stream>>>(
-                to, part, grad, from, w, moments, rows, static_cast<int>(n), adds);
+            launch<norm_backward<T, centred, Layout>>(op, static_cast<unsigned>(blocks), threads, stream, to,
+                                                      part, grad, from, w, moments, rows, static_cast<int>(n),
+                                                      adds);
           }
         },
         to, grad, from, w);
-    check_launch(op);
     if (!part) return;
-    norm_sum_parts<T><<<dim3(static_cast<unsigned>((n + 31) / 32), sums), dim3(32, 8), 0, stream>>>(
-        dw.defined() ? write<T>(dw) : nullptr, db.defined() ? write<T>(db) : nullptr, part, blocks, n);
-    check_launch(op);
+    launch<norm_sum_parts<T>>(op, dim3(static_cast<unsigned>((n + 31) / 32), sums), dim3(32, 8), stream,
+                              dw.defined() ? write<T>(dw) : nullptr, db.defined() ? write<T>(db) : nullptr,
+                              part, blocks, n);
   });
 }
 
