@@ -2,7 +2,9 @@
 // keys and goes through the queries that see them: one warp group copies, two own 64 keys each. Scores are
 // computed transposed, so that weights and their gradients feed the products for dV and dK from registers;
 // only the gradients of scores pass through shared memory, for dQ, which is summed in f32 in global memory.
-// Where order matters, blocks of threads add to dQ one after another, the last keys first.
+// That product needs those of both warp groups, and so comes a block of queries late: neither group waits for
+// the other then, and one's products run under the other's exponentials. Where order matters, blocks of
+// threads add to dQ one after another, the last keys first.
 #include "torus/ops/attention/hopper.h"
 
 namespace torus::gpu::hopper {
@@ -48,7 +50,7 @@ struct Shared {
   Barrier tile_full[2], tile_empty[2];
   int32_t group[2], matrix[2];  // the keys that blocks of threads go through next; group -1: no more
   Barrier kv_full, kv_empty, q_full[stages], q_empty[stages], d_out_full[stages], d_out_empty[stages];
-  Barrier dq_full[consumers][2], dq_empty[consumers][2];
+  Barrier ds_full[2], ds_empty[2], dq_full[consumers][2], dq_empty[consumers][2];
   BlockNote<consumers, Shape<width>::halves> notes[stages];
   int64_t dq_block[consumers][2];  // where the slab goes; -1: no more
   int32_t dq_turn[consumers][2];
@@ -136,7 +138,9 @@ __device__ inline void copy_keys(const BackwardArguments& a, Shared<width>& shar
   }
 }
 
-// By one thread for each warp group: adds what that makes of dQ.
+// By one thread for each warp group: adds what that makes of dQ. Turns end: a slab waits for tiles of keys
+// that were taken before its own; a warp group for its own slabs, and for what the other does before handing
+// over a slab of the same block. So whatever waits in the first tile that is not finished goes on.
 template <int width>
 __device__ inline void add_slabs(const BackwardArguments& a, Shared<width>& shared, const char* dq_slabs,
                                  int of) {
@@ -168,6 +172,8 @@ template <class T, int width>
 __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ BackwardArguments a) {
   using S = Shape<width>;
   constexpr int halves = S::halves, queries = S::queries;
+  // Whether dV takes its weights before the gradients of scores are there; at width 64 registers are too few.
+  constexpr bool early = width == 128;
   extern __shared__ __align__(1024) char memory[];
   char* const k_tile = memory;  // panels of 128 keys
   char* const v_tile = k_tile + S::key_bytes;
@@ -185,6 +191,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
       shared.q_full[i].init(1), shared.q_empty[i].init(4 * consumers);
       shared.d_out_full[i].init(1), shared.d_out_empty[i].init(4 * consumers);
     }
+    for (int i = 0; i < 2; ++i) shared.ds_full[i].init(4 * consumers), shared.ds_empty[i].init(4 * consumers);
     for (int i = 0; i < 2 * consumers; ++i)
       shared.dq_full[i / 2][i % 2].init(128), shared.dq_empty[i / 2][i % 2].init(1);
     publish_barriers();
@@ -216,21 +223,26 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
                                       further(right, kk / 4 * queries * 128 + kk % 4 * 32), kk > 0);
     end_products();
   };
+  // Of a block of queries, what the product for dQ needs.
+  struct Block {
+    int32_t first, head;
+    int seen;  // bit i: some of its queries whose dQ is made here see the i-th 64 keys; bit 2: any query, any
+  };
   Stage<stages> stage;
-  Stage<2> dq_stage, tile;
-  const int64_t members = a.heads / a.kv_heads;
+  Stage<2> ds_stage, dq_stage, tile;
+  const int32_t members = static_cast<int32_t>(a.heads / a.kv_heads);
   for (uint32_t kv_parity = 0;; kv_parity ^= 1, tile.next()) {
     shared.tile_full[tile.index].wait(tile.parity);
-    const int64_t group = uniform(shared.group[tile.index]), matrix = uniform(shared.matrix[tile.index]);
+    const int32_t group = uniform(shared.group[tile.index]), matrix = uniform(shared.matrix[tile.index]);
     if (speaks) shared.tile_empty[tile.index].arrive();
     if (group < 0) break;
-    const int64_t b = static_cast<uint32_t>(matrix) / static_cast<uint32_t>(a.kv_heads),
-                  kv_head = matrix - b * a.kv_heads;
+    const auto kv_heads = static_cast<uint32_t>(a.kv_heads);
+    const int32_t b = static_cast<uint32_t>(matrix) / kv_heads, kv_head = matrix - b * kv_heads;
     float dk[width / 2], dv[width / 2];
 #pragma unroll
     for (int i = 0; i < width / 2; ++i) dk[i] = dv[i] = 0;
     // Rows without a key see nothing.
-    const int64_t first_row = group * keys + 64 * me + 16 * warp + lane / 4;
+    const int32_t first_row = group * keys + 64 * me + 16 * warp + lane / 4;
     const uint32_t own_rows =
         (first_row < a.keys ? 0x33333333u : 0) | (first_row + 8 < a.keys ? 0xccccccccu : 0);
     const bool ragged = (group + 1) * keys > a.keys;
@@ -239,29 +251,84 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
     transposed(s, k_tile, q_blocks + stage.index * S::query_bytes);
     wait_for_products<0>();
     hold(s);
+
+    Block before{-1, 0, 0};
+    // Of the block before: 64 queries by 64 columns a warp group. Keys that no query of these sees are left
+    // out: they may be NaN.
+    const auto products_of_dq = [&](float(&dq)[32]) {
+      const int at = ds_stage.index ^ 1;
+      if (before.first >= 0) shared.ds_full[at].wait(ds_stage.parity ^ (at == 1));
+      const char* const ds_block = ds_blocks + at * S::ds_bytes;
+      const uint64_t left = descriptor(ds_block + (halves == 2 ? me * keys * 128 : 0));
+      const uint64_t right = descriptor(k_tile + (halves == 2 ? 0 : me * keys * 128));
+      const auto add = [&](int from, auto count) {
+#pragma unroll
+        for (int kk = 0; kk < decltype(count)::value; ++kk)
+          multiply<T, Major::mn, Major::mn>(dq, further(left, (from + kk) * 2048),
+                                            further(right, (from + kk) * 2048), kk > 0);
+        end_products();
+      };
+      const int seen = uniform(before.seen) & 3;
+      begin_products();
+      if (seen == 3)
+        add(0, std::integral_constant<int, 8>{});
+      else if (seen)
+        add(seen == 2 ? 4 : 0, std::integral_constant<int, 4>{});
+      else  // for nothing: products whose registers others than products may write are run one by one
+        add(0, std::integral_constant<int, 1>{});
+    };
+    const auto hand_over = [&](float(&dq)[32]) {
+      if (!(before.seen & 4)) return;  // there are no queries at all
+      if (!(before.seen & 3))
+#pragma unroll
+        for (int i = 0; i < 32; ++i) dq[i] = 0;
+      const int slot = dq_stage.index;
+      shared.dq_empty[me][slot].wait(dq_stage.parity ^ 1);
+      float4* const to = reinterpret_cast<float4*>(dq_slabs + (me * 2 + slot) * slab * 4) + in_group;
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        to[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
+      if (in_group == 0) {
+        const int32_t block = before.first / queries;
+        shared.dq_block[me][slot] = (b * a.heads + before.head) * a.query_blocks + block;
+        shared.dq_turn[me][slot] = a.turns ? a.maps.of(b, before.head).last_visitor[block] - group : 0;
+      }
+      publish_stores();
+      shared.dq_full[me][slot].arrive();
+      dq_stage.next();
+    };
+
     for (bool last = false; !last;) {
       const int at = stage.index;
       const auto& note = shared.notes[at];
       last = uniform(note.last);
-      const int64_t h = kv_head * members + note.member;
-      const int32_t first = note.first;
-      const GroupedView& map = a.maps.of(b, h);
-      bool anyone = false, masked = ragged;
+      Block block{note.first, kv_head * members + note.member, 0};
+      const GroupedView& map = a.maps.of(b, block.head);
+      bool masked = ragged;
       uint32_t allowed[halves];
 #pragma unroll
       for (int i = 0; i < halves; ++i) {
 #pragma unroll
-        for (int w = 0; w < consumers; ++w) anyone |= note.ids[w][i] != GroupedSide::none;
+        for (int w = 0; w < consumers; ++w)
+          if (note.ids[w][i] != GroupedSide::none) block.seen |= 4 | (halves == 1 || i == me ? 1 << w : 0);
         const int32_t id = note.ids[me][i];
         masked |= id != GroupedSide::full;
         allowed[i] = own_rows & (id == GroupedSide::full ? ~0u
                                  : id < 0                ? 0u
                                                          : map.fragments[int64_t{128} * id + in_group]);
       }
-      anyone = uniform(anyone), masked = uniform(masked);
+      masked = uniform(masked);
       const char* const q_block = q_blocks + at * S::query_bytes;
       const char* const d_out_block = d_out_blocks + at * S::query_bytes;
-      char* const ds_block = ds_blocks + dq_stage.index * S::ds_bytes;
+      const auto down = [&](float(&c)[width / 2], const uint32_t(&left)[queries / 16][4],
+                            const char* others) {
+        const uint64_t right = descriptor(others, queries * 128);
+        begin_products();
+#pragma unroll
+        for (int kk = 0; kk < queries / 16; ++kk)
+          multiply<T, Major::mn>(c, left[kk], further(right, kk * 2048), 1);
+        end_products();
+      };
       uint32_t weights[queries / 16][4], ds[queries / 16][4];
       {
         float dp[queries / 2];
@@ -285,7 +352,8 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
             const int i = 8 * kk + e / 2 * 4 + e % 2 * 2;
             weights[kk][e] = pack<T>(s[i], s[i + 1]);
           }
-        wait_for_products<0>();
+        if constexpr (early) down(dv, weights, d_out_block);
+        wait_for_products<early ? 1 : 0>();
         hold(dp);
 #pragma unroll
         for (int j = 0; j < queries / 8; ++j) {
@@ -306,87 +374,56 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
             ds[kk][e] = pack<T>(dp[i], dp[i + 1]);
           }
       }
-
-      const auto down = [&](float(&c)[width / 2], const uint32_t(&left)[queries / 16][4],
-                            const char* others) {
-        const uint64_t right = descriptor(others, queries * 128);
-#pragma unroll
-        for (int kk = 0; kk < queries / 16; ++kk)
-          multiply<T, Major::mn>(c, left[kk], further(right, kk * 2048), 1);
-        end_products();
-      };
-      begin_products();
-      down(dv, weights, d_out_block);
+      if constexpr (!early) down(dv, weights, d_out_block);
+      down(dk, ds, q_block);
+      shared.ds_empty[ds_stage.index].wait(ds_stage.parity ^ 1);
       {
         const int row = 64 * me + 16 * warp + lane % 16;
-        const uint32_t place = shared_address(ds_block) + row * 128;
+        const uint32_t place = shared_address(ds_blocks + ds_stage.index * S::ds_bytes) + row * 128;
 #pragma unroll
         for (int kk = 0; kk < queries / 16; ++kk)
           store_matrices(place + kk / 4 * keys * 128 + ((kk % 4 * 2 + lane / 16) ^ row % 8) * 16, ds[kk][0],
                          ds[kk][1], ds[kk][2], ds[kk][3]);
       }
-      publish_stores();
-      sync_at(1, 128 * consumers);  // both halves of the gradients of scores are there
+      publish_stores();  // by each thread that stored, before its warp says so
+      __syncwarp();
+      if (speaks) shared.ds_full[ds_stage.index].arrive();
       float dq[32];
-      bool nobody;
-      {
-        // 64 queries by 64 columns a warp group. Keys that no query of these sees are left out: they may be
-        // NaN.
-        const int sub = halves == 2 ? me : 0;
-        const bool seen[2] = {note.ids[0][sub] != GroupedSide::none, note.ids[1][sub] != GroupedSide::none};
-        nobody = uniform(!seen[0] && !seen[1]);
-        const uint64_t left = descriptor(ds_block + (halves == 2 ? me * keys * 128 : 0));
-        const uint64_t right = descriptor(k_tile + (halves == 2 ? 0 : me * keys * 128));
-        const auto add = [&](int from, auto count) {
-#pragma unroll
-          for (int kk = 0; kk < decltype(count)::value; ++kk)
-            multiply<T, Major::mn, Major::mn>(dq, further(left, (from + kk) * 2048),
-                                              further(right, (from + kk) * 2048), kk > 0);
-        };
+      products_of_dq(dq);
+      wait_for_products<1>();
+      hold(dv);
+      hold(dk);
+      if (speaks) shared.d_out_empty[at].arrive(), shared.q_empty[at].arrive();
+      // The next scores, while this block is finished. After the last block as little as the compiler
+      // accepts.
+      stage.next();
+      if (last) {
         begin_products();
-        if (uniform(seen[0] && seen[1]))
-          add(0, std::integral_constant<int, 8>{});
-        else
-          add(seen[1] ? 4 : 0, std::integral_constant<int, 4>{});
+        multiply<T, Major::k, Major::k>(s, descriptor(k_tile), descriptor(q_blocks), 0);
         end_products();
+      } else {
+        shared.q_full[stage.index].wait(stage.parity);
+        transposed(s, k_tile, q_blocks + stage.index * S::query_bytes);
       }
-      begin_products();
-      down(dk, ds, q_block);
       wait_for_products<1>();
       hold(dq);
-      hold(dv);
-      if (nobody)
-#pragma unroll
-        for (int i = 0; i < 32; ++i) dq[i] = 0;
-      // The next scores, while this block is finished; after the last block, of whatever is there.
-      stage.next();
-      if (!last) shared.q_full[stage.index].wait(stage.parity);
-      transposed(s, k_tile, q_blocks + stage.index * S::query_bytes);
-      if (speaks) shared.d_out_empty[at].arrive();
-      if (anyone) {  // else there are no queries at all
-        const int slot = dq_stage.index;
-        shared.dq_empty[me][slot].wait(dq_stage.parity ^ 1);
-        float4* const to = reinterpret_cast<float4*>(dq_slabs + (me * 2 + slot) * slab * 4) + in_group;
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          to[128 * i] = make_float4(dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]);
-        if (in_group == 0) {
-          const int32_t block = first / queries;
-          shared.dq_block[me][slot] = (b * a.heads + h) * a.query_blocks + block;
-          shared.dq_turn[me][slot] = a.turns ? map.last_visitor[block] - static_cast<int32_t>(group) : 0;
-        }
-        publish_stores();
-        shared.dq_full[me][slot].arrive();
-        dq_stage.next();
+      if (before.first >= 0) {
+        if (speaks) shared.ds_empty[ds_stage.index ^ 1].arrive();
+        hand_over(dq);
       }
+      before = block;
+      ds_stage.next();
       wait_for_products<0>();
-      hold(dk);
       hold(s);
-      if (speaks) shared.q_empty[at].arrive();
     }
-    if (speaks) shared.kv_empty.arrive();
+    float dq[32];
+    products_of_dq(dq);
+    wait_for_products<0>();
+    hold(dq);
+    if (speaks) shared.ds_empty[ds_stage.index ^ 1].arrive(), shared.kv_empty.arrive();
+    hand_over(dq);
     const auto token = [&](int row) -> int64_t {
-      const int64_t key = group * keys + 64 * me + row;
+      const int32_t key = group * keys + 64 * me + row;
       return key < a.keys ? key : -1;
     };
     const float scale[2] = {a.scale, a.scale}, one[2] = {1, 1};
