@@ -2,9 +2,9 @@
 // keys and goes through the queries that see them: one warp group copies, two own 64 keys each. Scores are
 // computed transposed, so that weights and their gradients feed the products for dV and dK from registers;
 // only the gradients of scores pass through shared memory, for dQ, which is summed in f32 in global memory.
-// That product needs those of both warp groups, and so comes a block of queries late: neither group waits for
-// the other then, and one's products run under the other's exponentials. Where order matters, blocks of
-// threads add to dQ one after another, the last keys first.
+// That product needs those of both warp groups, and so comes a block of queries late: neither waits for what
+// the other has just made. They queue products in turns, so that one's run under the other's exponentials.
+// Where order matters, blocks of threads add to dQ one after another, the last keys first.
 #include "torus/ops/attention/hopper.h"
 
 namespace torus::gpu::hopper {
@@ -139,8 +139,8 @@ __device__ inline void copy_keys(const BackwardArguments& a, Shared<width>& shar
 }
 
 // By one thread for each warp group: adds what that makes of dQ. Turns end: a slab waits for tiles of keys
-// that were taken before its own; a warp group for its own slabs, and for what the other does before handing
-// over a slab of the same block. So whatever waits in the first tile that is not finished goes on.
+// that were taken before its own; a warp group for its own slabs, and for products that the other queues
+// before going on to its next tile. So whatever waits in the first tile that is not finished goes on.
 template <int width>
 __device__ inline void add_slabs(const BackwardArguments& a, Shared<width>& shared, const char* dq_slabs,
                                  int of) {
@@ -172,8 +172,6 @@ template <class T, int width>
 __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ BackwardArguments a) {
   using S = Shape<width>;
   constexpr int halves = S::halves, queries = S::queries;
-  // Whether dV takes its weights before the gradients of scores are there; at width 64 registers are too few.
-  constexpr bool early = width == 128;
   extern __shared__ __align__(1024) char memory[];
   char* const k_tile = memory;  // panels of 128 keys
   char* const v_tile = k_tile + S::key_bytes;
@@ -230,6 +228,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
   };
   Stage<stages> stage;
   Stage<2> ds_stage, dq_stage, tile;
+  if (me == 1) arrive_at(1, 128 * consumers);  // warp group 0 has the first turn
   const int32_t members = static_cast<int32_t>(a.heads / a.kv_heads);
   for (uint32_t kv_parity = 0;; kv_parity ^= 1, tile.next()) {
     shared.tile_full[tile.index].wait(tile.parity);
@@ -352,8 +351,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
             const int i = 8 * kk + e / 2 * 4 + e % 2 * 2;
             weights[kk][e] = pack<T>(s[i], s[i + 1]);
           }
-        if constexpr (early) down(dv, weights, d_out_block);
-        wait_for_products<early ? 1 : 0>();
+        wait_for_products<0>();
         hold(dp);
 #pragma unroll
         for (int j = 0; j < queries / 8; ++j) {
@@ -374,7 +372,8 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
             ds[kk][e] = pack<T>(dp[i], dp[i + 1]);
           }
       }
-      if constexpr (!early) down(dv, weights, d_out_block);
+      sync_at(1 + me, 128 * consumers);  // its turn to queue products
+      down(dv, weights, d_out_block);
       down(dk, ds, q_block);
       shared.ds_empty[ds_stage.index].wait(ds_stage.parity ^ 1);
       {
@@ -405,6 +404,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
         shared.q_full[stage.index].wait(stage.parity);
         transposed(s, k_tile, q_blocks + stage.index * S::query_bytes);
       }
+      arrive_at(2 - me, 128 * consumers);
       wait_for_products<1>();
       hold(dq);
       if (before.first >= 0) {
@@ -431,6 +431,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
     store_rows<T>(dv, one, a.dv.of<T>(b, kv_head), a.dv.row, 0, a.value_width, token);
   }
 
+  if (me == 0) sync_at(1, 128 * consumers);  // the turn after the last
   // What is left for the threads that add.
   shared.dq_empty[me][dq_stage.index].wait(dq_stage.parity ^ 1);
   if (in_group == 0) shared.dq_block[me][dq_stage.index] = -1;
