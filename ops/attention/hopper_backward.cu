@@ -84,14 +84,17 @@ __device__ inline void copy_queries(const BackwardArguments& a, Shared<width>& s
       const int64_t first_row = (b * a.heads + h) * a.padded_queries;
       const int32_t* entry = map.entries + int64_t{map.first[group]} * stride;
       const int32_t* const end = map.entries + int64_t{map.first[group + 1]} * stride;
-      for (; entry != end; entry += stride)
-        for (int32_t n = 0; n < entry[1]; ++n) {
+      for (; entry != end; entry += stride) {
+        // Without turns, groups begin at different blocks, not to add to the same one at the same time.
+        int32_t n = a.turns ? 0 : static_cast<int32_t>(group) % entry[1];
+#pragma unroll 1
+        for (int32_t left = entry[1]; left > 0; --left, n = n + 1 < entry[1] ? n + 1 : 0) {
           const int32_t first = entry[0] + n * queries;
           const int at = stage.index;
           shared.q_empty[at].wait(stage.parity ^ 1);
           auto& note = shared.notes[at];
           write_note(note, entry, n == entry[1] - 1,
-                     member == members - 1 && n == entry[1] - 1 && entry + stride == end);
+                     member == members - 1 && left == 1 && entry + stride == end);
           note.first = first, note.member = member;
           shared.q_full[at].arrive_and_expect(S::query_bytes + queries * 4);
 #pragma unroll
@@ -108,6 +111,7 @@ __device__ inline void copy_queries(const BackwardArguments& a, Shared<width>& s
           copy_bulk(shared.delta[at], a.delta + first_row + first, queries * 4, shared.d_out_full[at]);
           stage.next();
         }
+      }
     }
     // Not earlier: others may have to wait for the tile.
     next = int64_t{gridDim.x} + atomicAdd(a.taken, 1);

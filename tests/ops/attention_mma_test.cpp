@@ -450,6 +450,14 @@ TEST_P(CudaMma, Unordered) {
                 .value_width = d,
                 .mask = causal(Align::bottom_right),
                 .deterministic = false});
+  for (int64_t d : {64, 128})
+    check_both({.name = "many blocks, D " + std::to_string(d),
+                .heads = 2,
+                .queries = 500,
+                .keys = 600,
+                .width = d,
+                .value_width = d,
+                .deterministic = false});
   check_both({.name = "gathers",
               .queries = 210,
               .keys = 210,
