@@ -105,10 +105,16 @@ __device__ inline void copy_bulk(void* to, const void* from, uint32_t bytes, Bar
       "l"(from), "r"(bytes), "r"(shared_address(&done))
       : "memory");
 }
-/// Adds f32 of shared memory to global memory, without waiting; then waits until all such shared memory has
-/// been read, or until the sums are in global memory.
+/// Adds f32 of shared memory to global memory, or stores them there, without waiting; then waits until all
+/// such shared memory has been read, or until the results are in global memory.
 __device__ inline void add_bulk(float* to, const void* from, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ inline void store_bulk(float* to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes)
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

@@ -33,7 +33,7 @@ struct Shape {
 struct BackwardArguments {
   CUtensorMap q, k, v, d_out;
   Rows dk, dv;
-  float* dq_sum;             // [B H, blocks of queries, 2, slab]
+  float* dq_sum;             // [B H, blocks of queries, 2, slab]; in any order: of zeros
   const float *lse, *delta;  // [B H, padded queries]
   int32_t* taken;            // how many tiles were taken beyond the first of each block of threads
   int32_t* turns;            // whose turn it is to add, [B H, blocks of queries, 2]; null: in any order
@@ -160,7 +160,12 @@ __device__ inline void add_slabs(const BackwardArguments& a, Shared<width>& shar
       do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(a.turns + place) : "memory");
       while (now != turn);
     }
-    add_bulk(a.dq_sum + place * slab, dq_slabs + (of * 2 + at) * slab * 4, slab * 4);
+    float* const to = a.dq_sum + place * slab;
+    const char* const from = dq_slabs + (of * 2 + at) * slab * 4;
+    if (a.turns && turn == 0)
+      store_bulk(to, from, slab * 4);
+    else
+      add_bulk(to, from, slab * 4);
     if (a.turns) {
       wait_for_bulk();
       asm volatile("fence.proxy.async;" ::: "memory");
@@ -442,26 +447,27 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
   shared.dq_full[me][dq_stage.index].arrive();
 }
 
-// dQ = scale * its sum: a block of 128 threads a slab.
+// dQ = scale * its sum: a block of 128 threads a slab. If there were turns, what nobody visits is not set.
 template <class T, int width>
 __global__ void __launch_bounds__(128)
-    finish_dq(const float* sum, Rows dq, int64_t heads, int64_t queries, int64_t query_blocks, int64_t count,
-              int columns, float scale) {
+    finish_dq(const float* sum, bool turns, GroupedTable maps, Rows dq, int64_t heads, int64_t queries,
+              int64_t query_blocks, int64_t count, int columns, float scale) {
   for (int64_t place = blockIdx.x; place < count; place += gridDim.x) {
     const int64_t block = place / consumers % query_blocks, matrix = place / consumers / query_blocks;
+    const int64_t b = matrix / heads, h = matrix - b * heads;
     const int part = static_cast<int>(place % consumers);
+    const bool set = !turns || maps.of(b, h).last_visitor[block] >= 0;
     const float4* const from = reinterpret_cast<const float4*>(sum + place * slab) + threadIdx.x;
     float d[32];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float4 four = from[128 * i];
+      const float4 four = set ? from[128 * i] : float4{};
       d[4 * i] = four.x, d[4 * i + 1] = four.y, d[4 * i + 2] = four.z, d[4 * i + 3] = four.w;
     }
     const int64_t first = block * Shape<width>::queries + (width == 64 ? 64 * part : 0);
     const auto token = [&](int row) -> int64_t { return first + row < queries ? first + row : -1; };
     const float factor[2] = {scale, scale};
-    store_rows<T>(d, factor, dq.of<T>(matrix / heads, matrix % heads), dq.row, width == 64 ? 0 : 64 * part,
-                  columns, token);
+    store_rows<T>(d, factor, dq.of<T>(b, h), dq.row, width == 64 ? 0 : 64 * part, columns, token);
   }
 }
 
@@ -476,8 +482,10 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
          delta = Tensor::empty({matrices, padded}, f32, device);
   mma::prepare_rows(p, g, d_out, padded, {lse.mutable_data<float>(), delta.mutable_data<float>(), nullptr},
                     {});
-  Tensor sum = Tensor::zeros({matrices * blocks * consumers * slab}, f32, device);
-  Tensor counts = Tensor::zeros({1 + (p.deterministic ? matrices * blocks * consumers : 0)}, i32, device);
+  const int64_t slabs = matrices * blocks * consumers;
+  Tensor sum = p.deterministic ? Tensor::empty({slabs * slab}, f32, device)
+                               : Tensor::zeros({slabs * slab}, f32, device);
+  Tensor counts = Tensor::zeros({1 + (p.deterministic ? slabs : 0)}, i32, device);
   int32_t* const taken = counts.mutable_data<int32_t>();
   const int64_t bytes = p.queries() * (p.width() + p.value_width()) * 2 * (p.heads() / p.kv_heads());
   const BackwardArguments arguments{
@@ -509,10 +517,9 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
       std::min<int64_t>(arguments.schedule.blocks(), properties(device).multiProcessorCount);
   kernel<<<static_cast<unsigned>(at_once), threads, bytes_of_shared, stream>>>(arguments);
   check_launch("attention.backward");
-  const int64_t slabs = matrices * blocks * consumers;
-  finish_dq<T, width><<<blocks_for(slabs, 1), 128, 0, stream>>>(sum.data<float>(), mma::operand(g.dq),
-                                                                p.heads(), p.queries(), blocks, slabs,
-                                                                static_cast<int>(p.width()), arguments.scale);
+  finish_dq<T, width><<<blocks_for(slabs, 1), 128, 0, stream>>>(
+      sum.data<float>(), p.deterministic, maps, mma::operand(g.dq), p.heads(), p.queries(), blocks, slabs,
+      static_cast<int>(p.width()), arguments.scale);
   check_launch("attention.backward");
 }
 

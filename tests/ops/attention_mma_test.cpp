@@ -246,6 +246,7 @@ TEST_P(CudaMma, Masks) {
   check_both(make("causal, top left, more queries", causal(Align::top_left), 130, 65));
   check_both(make("causal, top left, more keys", causal(Align::top_left), 65, 130));
   check_both(make("causal, bottom right, rows without keys", causal(Align::bottom_right), 130, 65));
+  check_both(make("causal, bottom right, blocks without keys", causal(Align::bottom_right), 400, 65));
   check_both(make("causal, bottom right, more keys", causal(Align::bottom_right), 33, 200));
   check_both(make("window", sliding_window(17, 5)));
   check_both(make("window of one", sliding_window(0, 0)));
