@@ -402,6 +402,13 @@ void launch_norm_forward(const char* op, Tensor& y, Tensor& statistics, const Te
   });
 }
 
+// A function, because GCC 12 takes a constant of a type that a lambda within a lambda deduces for that of the
+// first such type.
+template <class T, class Layout>
+int norm_backward_launched() {
+  return norm_backward_threads<T, Layout>;
+}
+
 /// Sets those of dx [N, C], dw [C] and db [C] that are defined; adds to dx if `adds`.
 template <bool centred>
 void launch_norm_backward(const char* op, Tensor& dx, Tensor& dw, Tensor& db, const Tensor& g,
@@ -440,7 +447,7 @@ void launch_norm_backward(const char* op, Tensor& dx, Tensor& dw, Tensor& db, co
             launch<norm_backward_any<T, centred>>(op, static_cast<unsigned>(blocks), norm_threads, stream, to,
                                                   part, grad, from, w, moments, rows, n, adds);
           } else {
-            constexpr int threads = norm_backward_threads<T, Layout>;
+            const int threads = norm_backward_launched<T, Layout>();
             prepare(threads / Layout::lanes, 1);
             launch<norm_backward<T, centred, Layout>>(op, static_cast<unsigned>(blocks), threads, stream, to,
                                                       part, grad, from, w, moments, rows, static_cast<int>(n),

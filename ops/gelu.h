@@ -5,9 +5,8 @@
 
 namespace torus {
 
-/// y = gelu(x), and dx = dy * gelu'(x). The results may be in the memory of x and of dy. `column_sums`, if
-/// not null, is set to the sums [C] over the rows of dx [N, C], which all must then be.
+/// y = gelu(x), and dx = dy * gelu'(x). The results may be in the memory of x and of dy.
 void gelu_forward(Tensor& y, const Tensor& x, Gelu form);
-void gelu_backward(Tensor& dx, const Tensor& dy, const Tensor& x, Gelu form, Tensor* column_sums = nullptr);
+void gelu_backward(Tensor& dx, const Tensor& dy, const Tensor& x, Gelu form);
 
 }  // namespace torus

@@ -131,23 +131,14 @@ namespace {
 const Function& function_of(Gelu form) {
   return form == Gelu::exact ? gelu_exact_function : gelu_tanh_function;
 }
-
-const Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, Gelu)> gelu_backward_and_sums{
-    "gelu.backward_and_sums",
-    [](Tensor& dx, Tensor& column_sums, const Tensor& dy, const Tensor& x, Gelu form) {
-      gelu_backward(dx, dy, x, form);
-      column_sums.copy_(sum_to(dx, column_sums.shape()));
-    }};
 }  // namespace
 
 Variable gelu(const Variable& x, Gelu form) { return apply(function_of(form), x); }
 
 void gelu_forward(Tensor& y, const Tensor& x, Gelu form) { function_of(form).forward(x.device(), y, x); }
 
-void gelu_backward(Tensor& dx, const Tensor& dy, const Tensor& x, Gelu form, Tensor* column_sums) {
-  if (!column_sums) return function_of(form).backward(x.device(), dx, dy, x);
-  *column_sums = Tensor::empty({x.size(1)}, x.dtype(), x.device());
-  gelu_backward_and_sums(x.device(), dx, *column_sums, dy, x, form);
+void gelu_backward(Tensor& dx, const Tensor& dy, const Tensor& x, Gelu form) {
+  function_of(form).backward(x.device(), dx, dy, x);
 }
 
 Variable silu(const Variable& x) { return apply(silu_function, x); }

@@ -2,14 +2,13 @@
 // and far out.
 #include <cmath>
 
-#include "torus/core/cuda_columns.h"
-#include "torus/ops/gelu.h"
+#include "torus/core/cuda.h"
 
 namespace torus {
 
 namespace {
 
-using gpu::approximate_exp2, gpu::Pack;
+using gpu::approximate_exp2;
 
 using Unary = void(Tensor&, const Tensor&);
 using Binary = void(Tensor&, const Tensor&, const Tensor&);
@@ -231,60 +230,6 @@ const CudaKernel<Unary> gelu_exact{"gelu.exact", map_narrow_or_not<GeluExact, Te
 const CudaKernel<Binary> gelu_exact_backward{"gelu.exact_backward",
                                              map_narrow_or_not<GeluExactBackward, Tensor, Tensor>},
     gelu_tanh_backward{"gelu.tanh_backward", map_narrow_or_not<GeluTanhBackward, Tensor, Tensor>};
-
-// dx on the way to the sums of its columns.
-template <class T, class F>
-struct BackwardRows {
-  static constexpr int at_once = 4, width = Pack<T>::count;
-  struct Loaded {
-    uint4 dy, x;
-  };
-  T* dx;
-  const T *dy, *x;
-  int64_t columns;
-
-  __device__ int64_t top(int64_t column) const { return column; }
-  __device__ Loaded load(int64_t column, int64_t row) const {
-    const int64_t i = row * columns + column;
-    return {*reinterpret_cast<const uint4*>(dy + i), *reinterpret_cast<const uint4*>(x + i)};
-  }
-  __device__ void take(const Loaded& in, int64_t column, int64_t row,
-                       gpu::compute<T> (&values)[width]) const {
-    gpu::compute<T> at[width];
-    gpu::widen_pack<T>(values, in.dy);
-    gpu::widen_pack<T>(at, in.x);
-#pragma unroll
-    for (int j = 0; j < width; ++j) values[j] = F{}(values[j], at[j]);
-    *reinterpret_cast<uint4*>(dx + row * columns + column) = gpu::narrow_pack<T>(values);
-  }
-};
-
-void backward_and_sums(Tensor& dx, Tensor& column_sums, const Tensor& dy, const Tensor& x, Gelu form) {
-  bool done = false;
-  gpu::dispatch_floating(x.dtype(), "gelu", [&](auto zero) {
-    using T = decltype(zero);
-    constexpr int width = Pack<T>::count;
-    T* const to = gpu::write<T>(dx);
-    const T *const grad = gpu::read<T>(dy), *const at = gpu::read<T>(x);
-    done = dx.is_contiguous() && dy.is_contiguous() && x.is_contiguous() && x.size(1) % width == 0 &&
-           gpu::is_aligned(to) && gpu::is_aligned(grad) && gpu::is_aligned(at);
-    if (!done || column_sums.numel() == 0) return;
-    const auto launch = [&](auto f) {
-      gpu::launch_sum_columns<T, width>("gelu", column_sums,
-                                        BackwardRows<T, decltype(f)>{to, grad, at, x.size(1)}, x.size(0),
-                                        x.size(1), 1);
-    };
-    if (form == Gelu::exact)
-      launch(GeluExactBackward<gpu::is_16_bit<T>>{});
-    else
-      launch(GeluTanhBackward<gpu::is_16_bit<T>>{});
-  });
-  if (done) return;
-  gelu_backward(dx, dy, x, form);
-  column_sums.copy_(sum_to(dx, column_sums.shape()));
-}
-const CudaKernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, Gelu)> gelu_backward_and_sums{
-    "gelu.backward_and_sums", backward_and_sums};
 
 struct Silu {
   template <class C>
