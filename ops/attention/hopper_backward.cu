@@ -483,33 +483,34 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
   mma::prepare_rows(p, g, d_out, padded, {lse.mutable_data<float>(), delta.mutable_data<float>(), nullptr},
                     {});
   const int64_t slabs = matrices * blocks * consumers;
-  Tensor sum = p.deterministic ? Tensor::empty({slabs * slab}, f32, device)
-                               : Tensor::zeros({slabs * slab}, f32, device);
-  Tensor counts = Tensor::zeros({1 + (p.deterministic ? slabs : 0)}, i32, device);
+  // Any order is faster for wide heads and many queries alone: it must begin with zeros.
+  const bool in_order = p.deterministic || (maps.contiguous && (width == 64 || p.queries() <= 1024));
+  Tensor sum =
+      in_order ? Tensor::empty({slabs * slab}, f32, device) : Tensor::zeros({slabs * slab}, f32, device);
+  Tensor counts = Tensor::zeros({1 + (in_order ? slabs : 0)}, i32, device);
   int32_t* const taken = counts.mutable_data<int32_t>();
   const int64_t bytes = p.queries() * (p.width() + p.value_width()) * 2 * (p.heads() / p.kv_heads());
-  const BackwardArguments arguments{
-      tensor_map(p.q, S::queries),
-      tensor_map(p.k, keys),
-      tensor_map(p.v, keys),
-      tensor_map(d_out, S::queries),
-      mma::operand(g.dk),
-      mma::operand(g.dv),
-      sum.mutable_data<float>(),
-      lse.data<float>(),
-      delta.data<float>(),
-      taken,
-      p.deterministic ? taken + 1 : nullptr,
-      p.heads(),
-      p.kv_heads(),
-      p.keys(),
-      padded,
-      blocks,
-      static_cast<int>(p.width()),
-      static_cast<int>(p.value_width()),
-      static_cast<float>(p.scale),
-      maps,
-      mma::Schedule(maps.groups, p.batch() * p.kv_heads(), bytes, p.deterministic)};
+  const BackwardArguments arguments{tensor_map(p.q, S::queries),
+                                    tensor_map(p.k, keys),
+                                    tensor_map(p.v, keys),
+                                    tensor_map(d_out, S::queries),
+                                    mma::operand(g.dk),
+                                    mma::operand(g.dv),
+                                    sum.mutable_data<float>(),
+                                    lse.data<float>(),
+                                    delta.data<float>(),
+                                    taken,
+                                    in_order ? taken + 1 : nullptr,
+                                    p.heads(),
+                                    p.kv_heads(),
+                                    p.keys(),
+                                    padded,
+                                    blocks,
+                                    static_cast<int>(p.width()),
+                                    static_cast<int>(p.value_width()),
+                                    static_cast<float>(p.scale),
+                                    maps,
+                                    mma::Schedule(maps.groups, p.batch() * p.kv_heads(), bytes, in_order)};
   const auto kernel = backward<T, width>;
   constexpr size_t bytes_of_shared = S::memory + sizeof(Shared<width>);
   allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes_of_shared);
@@ -518,7 +519,7 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
   kernel<<<static_cast<unsigned>(at_once), threads, bytes_of_shared, stream>>>(arguments);
   check_launch("attention.backward");
   finish_dq<T, width><<<blocks_for(slabs, 1), 128, 0, stream>>>(
-      sum.data<float>(), p.deterministic, maps, mma::operand(g.dq), p.heads(), p.queries(), blocks, slabs,
+      sum.data<float>(), in_order, maps, mma::operand(g.dq), p.heads(), p.queries(), blocks, slabs,
       static_cast<int>(p.width()), arguments.scale);
   check_launch("attention.backward");
 }
