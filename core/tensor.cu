@@ -3,16 +3,9 @@
 #include <map>
 #include <mutex>
 
-namespace torus {
+#include "torus/core/cuda.h"
 
-uint32_t* gpu::tickets_of(Device device) {
-  static std::mutex mutex;
-  static auto* all = new std::map<int, uint32_t*>;
-  std::lock_guard lock(mutex);
-  uint32_t*& tickets = (*all)[device.index];
-  if (!tickets) tickets = static_cast<uint32_t*>(allocate_for_good(most_tickets * sizeof(uint32_t), device));
-  return tickets;
-}
+namespace torus {
 
 namespace {
 
@@ -200,6 +193,17 @@ struct StridedRows {
       values[0] = gpu::widen(in);
   }
 };
+
+constexpr int64_t most_tickets = 1024;
+// Counters of the blocks of a kernel that have ended, kept for good: kernels leave them at 0.
+uint32_t* tickets_of(Device device) {
+  static std::mutex mutex;
+  static auto* all = new std::map<int, uint32_t*>;
+  std::lock_guard lock(mutex);
+  uint32_t*& tickets = (*all)[device.index];
+  if (!tickets) tickets = static_cast<uint32_t*>(allocate_for_good(most_tickets * sizeof(uint32_t), device));
+  return tickets;
+}
 
 constexpr int column_threads = 256;
 
