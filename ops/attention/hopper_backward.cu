@@ -242,6 +242,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
   for (uint32_t kv_parity = 0;; kv_parity ^= 1, tile.next()) {
     shared.tile_full[tile.index].wait(tile.parity);
     const int32_t group = uniform(shared.group[tile.index]), matrix = uniform(shared.matrix[tile.index]);
+    __syncwarp();  // all lanes have read them
     if (speaks) shared.tile_empty[tile.index].arrive();
     if (group < 0) break;
     const auto kv_heads = static_cast<uint32_t>(a.kv_heads);
@@ -401,6 +402,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
       wait_for_products<1>();
       hold(dv);
       hold(dk);
+      __syncwarp();  // all lanes have read notes, lse and delta
       if (speaks) shared.d_out_empty[at].arrive(), shared.q_empty[at].arrive();
       // The next scores, while this block is finished. After the last block as little as the compiler
       // accepts.

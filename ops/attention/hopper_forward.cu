@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
   __syncthreads();
 
   if (role == 0) {
-    give_registers<consumers == 3 ? 32 : gathers ? 56 : 40>();
+    give_registers<consumers == 3 ? 32 : gathers ? 56 : general ? 24 : 40>();
     if constexpr (!gathers) {
       if (thread == 0) copy_tiles(a, shared, q_tiles, k_blocks, v_blocks);
     } else if (thread < 32) {
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
     return;
   }
 
-  take_registers<consumers == 3 ? 160 : gathers ? 224 : 232>();
+  take_registers<consumers == 3 ? 160 : gathers ? 224 : general ? 240 : 232>();
   const int me = role - 1, in_group = thread % 128, lane = thread % 32;
   const bool speaks = lane == 0;  // for its warp
   constexpr int out_parts = width == 256 ? 2 : 1, out_size = width == 64 ? 32 : 64;
@@ -363,6 +363,7 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
       const Allowed<halves> allowed(note, me);
       last = allowed.last;
       const auto done_with_keys = [&] {
+        __syncwarp();  // all lanes have read what was told
         if (!speaks) return;
         shared.k_empty[stage.index].arrive();
         if constexpr (gathers) told.visit_empty[visited].arrive();

@@ -186,6 +186,7 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
     for (bool last = false; !last; visit.next(), stage1.next(), stage2.next()) {
       const int at = stage1.index, visited = visit.index;
       const auto done = [&](Barrier& empty) {
+        __syncwarp();  // all lanes have read what it guards
         if (speaks) empty.arrive();
       };
       told.visit_full[visited].wait(visit.parity);
