@@ -41,14 +41,14 @@ void draw_block(uint32_t* words, uint64_t start, uint64_t key) {
   }
 }
 
-// y = x * scale where the element stays, else 0 whatever x is; plus residual, if defined.
+// y = x * scale where the element stays, else 0 whatever x is; plus residual, if defined; rounded to T once.
 void dropout_cpu(Tensor& y, const Tensor& x, const Tensor& residual, DropoutDraws draws) {
-  const Tensor in_order = x.contiguous();
+  const Tensor in_order = x.contiguous(), added = residual.defined() ? residual.contiguous() : residual;
   dispatch_floating(y.dtype(), "dropout", [&](auto zero) {
     using T = decltype(zero);
     using C = Compute<T>;
     T* to = y.mutable_data<T>();
-    const T* from = in_order.data<T>();
+    const T *from = in_order.data<T>(), *more = added.defined() ? added.data<T>() : nullptr;
     const int64_t count = y.numel();
     const C scale = static_cast<C>(draws.scale);
     parallel_for(0, (count + block - 1) / block, elementwise_grain / block, [&](int64_t first, int64_t last) {
@@ -56,14 +56,19 @@ void dropout_cpu(Tensor& y, const Tensor& x, const Tensor& residual, DropoutDraw
       for (int64_t b = first; b < last; ++b) {
         draw_block(words, draws.start + static_cast<uint64_t>(b * lanes), draws.seed);
         const int64_t at = b * block, size = std::min(block, count - at);
-        for (int64_t i = 0; i < size; ++i) {
-          const C scaled = C(from[at + i]) * scale;  // outside the choice, so that the loop vectorises
-          to[at + i] = static_cast<T>(words[i] > draws.limit ? scaled : C(0));
-        }
+        const auto drop = [&](auto sum) {
+          for (int64_t i = 0; i < size; ++i) {
+            const C scaled = C(from[at + i]) * scale;  // outside the choice, so that the loop vectorises
+            to[at + i] = static_cast<T>(sum(words[i] > draws.limit ? scaled : C(0), at + i));
+          }
+        };
+        if (more)
+          drop([&](C kept, int64_t i) { return kept + C(more[i]); });
+        else
+          drop([](C kept, int64_t) { return kept; });
       }
     });
   });
-  if (residual.defined()) add_into(y, residual);
 }
 
 const Kernel<void(Tensor&, const Tensor&, const Tensor&, DropoutDraws)> dropout_kernel{"dropout",

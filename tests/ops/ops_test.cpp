@@ -712,6 +712,23 @@ TEST(Ops, DropoutDrawsFromItsGenerator) {
   EXPECT_EQ(dropout(Tensor::full({70}, nan), 1, a).value().to_vector<double>(), std::vector<double>(70, 0));
 }
 
+// Also where what is kept and what it is added to nearly cancel.
+TEST(Ops, DropoutAddsBeforeItRounds) {
+  for (DType dtype : {f16, bf16}) {
+    const double half_unit = dtype == f16 ? 0x1p-11 : 0x1p-8;
+    const Tensor x = randn({20000}, 0, 1, dtype), residual = randn({20000}, 0, 1, dtype);
+    Generator narrow(3), wide(3);
+    const auto y = dropout(x, 0.3, narrow, residual).value().to_vector<double>();
+    const auto exact = dropout(x.to(f64), 0.3, wide, residual.to(f64)).value().to_vector<double>();
+    const auto added = residual.to_vector<double>();
+    double worst = 0;
+    for (size_t i = 0; i < y.size(); ++i)
+      worst = std::max(worst, std::abs(y[i] - exact[i]) /
+                                  (half_unit * std::abs(exact[i]) + 1e-6 * (1 + std::abs(added[i]))));
+    EXPECT_LE(worst, 1) << dtype;
+  }
+}
+
 // ------------------------------------------------------------------------------------- position codes
 
 // Scores of every query with every key, both turned by the codes.
