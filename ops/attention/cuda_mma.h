@@ -82,12 +82,6 @@ __device__ inline uint32_t pack(float low, float high) {
   }
 }
 
-__device__ inline float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 /// Keeps the compiler from computing what follows from x ahead of a loop: registers are scarcer than
 /// additions.
 __device__ inline void here(uint32_t& x) { asm volatile("" : "+r"(x)); }

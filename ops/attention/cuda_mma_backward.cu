@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
       for (int e = 0; e < 4; ++e) {
         const float row_lse = keys_own ? (e % 2 ? lse.y : lse.x) : own_lse[e / 2];
         const float row_delta = keys_own ? (e % 2 ? delta.y : delta.x) : own_delta[e / 2];
-        const float weight = exp2_approx(fmaf(s[j][e], to_log2, -row_lse));
+        const float weight = approximate_exp2(fmaf(s[j][e], to_log2, -row_lse));
         float factor = 1;
         if constexpr (general)
           if (a.rows.word) {

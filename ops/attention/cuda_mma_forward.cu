@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const float now = fmaxf(top[m][half], most[m][half]);
-            const float factor = now == top[m][half] ? 1 : exp2_approx((top[m][half] - now) * to_log2);
+            const float factor = now == top[m][half] ? 1 : approximate_exp2((top[m][half] - now) * to_log2);
             top[m][half] = now;
             total[m][half] *= factor;
 #pragma unroll
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
               float& weight = s[m][j][2 * half + c];
-              weight = exp2_approx(fmaf(weight, to_log2, -base));
+              weight = approximate_exp2(fmaf(weight, to_log2, -base));
               total[m][half] += weight;
             }
         }

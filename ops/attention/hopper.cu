@@ -1,5 +1,7 @@
 // The backend `hopper`: what it can run, tensor maps, and grouped maps of masks in device memory.
 #include <algorithm>
+#include <array>
+#include <vector>
 
 #include "torus/ops/attention/grouped_map.h"
 #include "torus/ops/attention/hopper.h"
@@ -74,16 +76,11 @@ GroupedView add_view(DeviceBlock& block, const GroupedSide& side, const std::vec
 // GroupedView::owners, of `count` tokens.
 std::vector<int32_t> owners_of(const GroupedSide& side, const SideMap& map, int64_t count) {
   std::vector<int32_t> tokens(side.tiles.size() * 64, -1);
-  for (size_t i = 0; i < side.tiles.size(); ++i) {
-    const int32_t tile = side.tiles[i];
-    if (tile < 0) continue;
-    const auto& order = map.order;
-    const int64_t first = order.linear() ? int64_t{tile} * 64 : order.first[static_cast<size_t>(tile)],
-                  end = order.linear() ? count : order.first[static_cast<size_t>(tile) + 1];
-    for (int64_t at = first; at < std::min(end, first + 64); ++at)
-      tokens[i * 64 + static_cast<size_t>(at - first)] =
-          static_cast<int32_t>(order.linear() ? at : order.tokens[static_cast<size_t>(at)]);
-  }
+  std::array<int64_t, mma::tile_size> space;
+  for (size_t i = 0; i < side.tiles.size(); ++i)
+    if (side.tiles[i] >= 0)
+      std::ranges::copy(map.owners(side.tiles[i], count, space),
+                        tokens.begin() + static_cast<int64_t>(i) * 64);
   return tokens;
 }
 
@@ -138,6 +135,10 @@ GroupedTable grouped_table(const AttentionProblem& p, Side side, int group, int 
   });
   keep_for_replays(found);
   return static_cast<const DeviceSides*>(found.get())->table;
+}
+
+unsigned blocks_at_once(const mma::Schedule& schedule, Device device) {
+  return std::min(schedule.blocks(), static_cast<unsigned>(properties(device).multiProcessorCount));
 }
 
 // --------------------------------------------------------------------------------------------- the backend

@@ -15,7 +15,6 @@ namespace torus::gpu::hopper {
 using mma::columns_below;
 using mma::copy_16_async;
 using mma::copy_4_async;
-using mma::exp2_approx;
 using mma::infinity;
 using mma::log2_e;
 using mma::pack;
@@ -361,10 +360,10 @@ struct BlockNote {
   int32_t sight[tiles];
   int32_t ids[tiles][width];  // see GroupedSide
   int32_t first, count;       // others: `first` is a token, if they are not listed
-  int32_t last;               // whether it is the last block of a group
   int32_t member;
   const uint32_t* fragments;  // of its map
 
+  __device__ bool is_last() const { return sight[0] & Sight::last; }
   __device__ static int32_t sight_of(const int32_t (&ids)[width], int32_t count, bool last) {
     int32_t sight = (count < 64 * width ? Sight::masked : 0) | (last ? Sight::last : 0);
 #pragma unroll
@@ -518,8 +517,7 @@ struct Agenda {
             visit_empty[visit.index].wait(visit.parity ^ 1);
             auto& note = notes[visit.index];
             const bool last = ends && entry + 1 == end && member == members - 1;
-            if (lane == 0)
-              note.count = count, note.last = last, note.member = member, note.fragments = map.fragments;
+            if (lane == 0) note.count = count, note.member = member, note.fragments = map.fragments;
             int32_t ids[width];
 #pragma unroll
             for (int i = 0; i < width; ++i) ids[i] = of_lane(word, 3 + min(lane, tiles - 1) * width + i);
@@ -548,7 +546,6 @@ __device__ inline void write_note(BlockNote<tiles, width>& note, const int32_t* 
 #pragma unroll
   for (int i = 0; i < tiles * width; ++i) note.ids[i / width][i % width] = entry[3 + i];
   note.count = ends ? entry[2] : 64 * width;
-  note.last = last;
 #pragma unroll
   for (int i = 0; i < tiles; ++i) note.sight[i] = note.sight_of(note.ids[i], note.count, last);
 }
@@ -584,6 +581,9 @@ struct Allowed {
 };
 
 // -------------------------------------------------------------------------------------- on the host
+
+/// How many blocks of threads a kernel runs that goes from tile to tile: one a multiprocessor.
+unsigned blocks_at_once(const mma::Schedule& schedule, Device device);
 
 std::string refusal(const torus::detail::AttentionProblem& problem);
 void run_forward(const torus::detail::AttentionProblem& problem, Tensor& out, Tensor& lse);

@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
     for (bool last = false; !last;) {
       const int at = stage.index;
       const auto& note = shared.notes[at];
-      last = uniform(note.last);
+      last = uniform(note.is_last());
       Block block{note.first, kv_head * members + note.member, 0};
       const GroupedView& map = a.maps.of(b, block.head);
       bool masked = ragged;
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
           const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[at][8 * j + lane % 4 * 2]);
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            s[4 * j + e] = exp2_approx(fmaf(s[4 * j + e], to_log2, -(e % 2 ? lse.y : lse.x)));
+            s[4 * j + e] = approximate_exp2(fmaf(s[4 * j + e], to_log2, -(e % 2 ? lse.y : lse.x)));
         }
         if (masked)
 #pragma unroll
@@ -516,9 +516,7 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
   const auto kernel = backward<T, width>;
   constexpr size_t bytes_of_shared = S::memory + sizeof(Shared<width>);
   allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes_of_shared);
-  const int64_t at_once =
-      std::min<int64_t>(arguments.schedule.blocks(), properties(device).multiProcessorCount);
-  kernel<<<static_cast<unsigned>(at_once), threads, bytes_of_shared, stream>>>(arguments);
+  kernel<<<blocks_at_once(arguments.schedule, device), threads, bytes_of_shared, stream>>>(arguments);
   check_launch("attention.backward");
   finish_dq<T, width><<<blocks_for(slabs, 1), 128, 0, stream>>>(
       sum.data<float>(), in_order, maps, mma::operand(g.dq), p.heads(), p.queries(), blocks, slabs,

@@ -145,7 +145,7 @@ __device__ inline void gather_tiles(const ForwardArguments& a, Shared<S, true>& 
     for (bool last = false; !last; stage.next(), visit.next()) {
       const int at = stage.index, visited = visit.index;
       told.visit_full[visited].wait(visit.parity);
-      last = told.notes[visited].last;
+      last = told.notes[visited].is_last();
       shared.k_empty[at].wait(stage.parity ^ 1);
       gather<T, width, S::keys>(k_blocks + at * S::block_bytes, k, a.k_rows.row, a.width,
                                 told.tokens[visited]);
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float now = fmaxf(top[half], most[half]);
-          factor[half] = now == top[half] ? 1 : exp2_approx((top[half] - now) * to_log2);
+          factor[half] = now == top[half] ? 1 : approximate_exp2((top[half] - now) * to_log2);
           top[half] = now;
           total[half] *= factor[half];
         }
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             float& weight = s[4 * j + 2 * half + c];
-            weight = exp2_approx(fmaf(weight, to_log2, -base));
+            weight = approximate_exp2(fmaf(weight, to_log2, -base));
             total[half] += weight;
             if constexpr (general)
               if (a.scores.dropout.active()) {
@@ -470,9 +470,8 @@ void launch(const AttentionProblem& p, const mma::HostScores& scores, Tensor& ou
   const auto kernel = forward<T, width, gathers, general>;
   constexpr size_t bytes_of_shared = S::memory + sizeof(Shared<S, gathers>);
   allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes_of_shared);
-  const int64_t blocks =
-      std::min<int64_t>(arguments.schedule.blocks(), properties(p.q.device()).multiProcessorCount);
-  kernel<<<static_cast<unsigned>(blocks), S::threads, bytes_of_shared, stream_of(p.q)>>>(arguments);
+  kernel<<<blocks_at_once(arguments.schedule, p.q.device()), S::threads, bytes_of_shared, stream_of(p.q)>>>(
+      arguments);
   check_launch("attention.forward");
 }
 

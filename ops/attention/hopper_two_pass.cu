@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
       for (bool last = false; !last; visit.next(), stage1.next(), stage2.next()) {
         const int at = stage1.index, visited = visit.index;
         told.visit_full[visited].wait(visit.parity);
-        last = told.notes[visited].last;
+        last = told.notes[visited].is_last();
         const int32_t* const tokens = told.tokens[visited];
         const int64_t query_head = own_head * members + told.notes[visited].member;
         const int64_t other_head = keys_own ? query_head : own_head / group_size;
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
         if constexpr (keys_own) lse = *reinterpret_cast<const float2*>(&shared.lse[at][8 * j + lane % 4 * 2]);
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          s[4 * j + e] = exp2_approx(
+          s[4 * j + e] = approximate_exp2(
               fmaf(s[4 * j + e], to_log2, -(keys_own ? (e % 2 ? lse.y : lse.x) : own_lse[e / 2])));
       }
       if constexpr (of_scores) {
@@ -362,9 +362,7 @@ void launch(TwoPassArguments arguments, const AttentionProblem& p) {
   constexpr size_t bytes = S::memory + sizeof(Shared<S, general>);
   static_assert(bytes <= 227 << 10);
   allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
-  const int64_t blocks =
-      std::min<int64_t>(arguments.schedule.blocks(), properties(p.q.device()).multiProcessorCount);
-  kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream_of(p.q)>>>(arguments);
+  kernel<<<blocks_at_once(arguments.schedule, p.q.device()), threads, bytes, stream_of(p.q)>>>(arguments);
   check_launch("attention.backward");
 }
 
