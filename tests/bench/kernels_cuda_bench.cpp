@@ -6,12 +6,12 @@
 #include <torus/core/kernel.h>
 #include <torus/torus.h>
 
-#include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <string>
 #include <vector>
+
+#include "cuda_bench.h"
 
 namespace {
 
@@ -44,22 +44,12 @@ const Kernel<void(Tensor&, const Tensor&, const Tensor&, bool)> embedding_backwa
 /// Microseconds of f(i), for the i of `turns` that take turns.
 template <class F>
 double time_of(int turns, F&& f) {
-  using Clock = std::chrono::steady_clock;
   const int calls = (24 + turns - 1) / turns * turns, replays = 5;
   CapturedStep step(cuda, [&] {
     for (int i = 0; i < calls; ++i) f(static_cast<size_t>(i % turns));
   });
   for (int i = 0; i < 4; ++i) step();
-  double least = 1e30;
-  for (int round = 0; round < 4; ++round) {
-    synchronize(cuda);
-    const auto start = Clock::now();
-    for (int i = 0; i < replays; ++i) step();
-    synchronize(cuda);
-    const std::chrono::duration<double, std::micro> time = Clock::now() - start;
-    least = std::min(least, time.count() / (replays * calls));
-  }
-  return least;
+  return bench::least_time(4, replays, step) / calls;
 }
 
 /// `bytes` that it moves a call; the tensors of `turns` are more than the cache holds.
@@ -161,11 +151,4 @@ void measure(const Case& c) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  if (!cuda_available()) {
-    std::puts("no CUDA device");
-    return 0;
-  }
-  for (const Case& c : cases)
-    if (argc < 2 || std::find(argv + 1, argv + argc, c.name) != argv + argc) measure(c);
-}
+int main(int argc, char** argv) { return torus::bench::run_cases(argc, argv, cases, measure); }

@@ -4,10 +4,11 @@
 #include <torus/torus.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
+
+#include "cuda_bench.h"
 
 namespace {
 
@@ -16,18 +17,8 @@ using namespace torus;
 /// The least mean of a few rounds, in microseconds.
 template <class F>
 double time_of(F&& f) {
-  using Clock = std::chrono::steady_clock;
-  constexpr int runs = 20;
   for (int i = 0; i < 3; ++i) f();
-  double least = 1e30;
-  for (int round = 0; round < 5; ++round) {
-    synchronize(cuda);
-    const auto start = Clock::now();
-    for (int i = 0; i < runs; ++i) f();
-    synchronize(cuda);
-    least = std::min(least, std::chrono::duration<double, std::micro>(Clock::now() - start).count() / runs);
-  }
-  return least;
+  return bench::least_time(5, 20, f);
 }
 
 /// Random numbers, which cost more power than zeros do; some of them repeated.

@@ -4,10 +4,11 @@
 #include <torus/torus.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <string>
 #include <vector>
+
+#include "cuda_bench.h"
 
 namespace {
 
@@ -46,15 +47,7 @@ void measure(const Case& c) {
     step();
     peak = std::max(peak, memory_stats(cuda).peak_bytes);
   }
-  synchronize(cuda);
-  double best = 1e30;
-  for (int round = 0; round < 3; ++round) {
-    const auto start = std::chrono::steady_clock::now();
-    for (int i = 0; i < c.steps; ++i) step();
-    synchronize(cuda);
-    const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - start;
-    best = std::min(best, time.count() / c.steps);
-  }
+  const double best = bench::least_time(3, c.steps, step) / 1e3;
   std::printf("%-8s %10.3f ms %12.0f tok/s %9.0f MiB%s%s\n", c.name.c_str(), best,
               1e3 * static_cast<double>(c.batch * c.context) / best, static_cast<double>(peak) / (1 << 20),
               step.captured() ? "" : ", not captured: ", step.why_not().c_str());
@@ -63,11 +56,4 @@ void measure(const Case& c) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  if (!cuda_available()) {
-    std::puts("no CUDA device");
-    return 0;
-  }
-  for (const Case& c : cases)
-    if (argc < 2 || std::find(argv + 1, argv + argc, c.name) != argv + argc) measure(c);
-}
+int main(int argc, char** argv) { return torus::bench::run_cases(argc, argv, cases, measure); }
