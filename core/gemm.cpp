@@ -414,23 +414,24 @@ Tensor usable(const Tensor& x) {
   return rows || columns ? x : x.contiguous();
 }
 
-void multiply_cpu(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& bias, bool accumulate) {
+void product_cpu(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& options) {
   if (c.numel() == 0) return;
   const DType wide = c.dtype() == f64 ? f64 : f32;
   if (c.dtype() != wide || c.strides()[-1] != 1) {  // 16-bit floats, and results without a unit stride
+    const auto widened = [&](const Tensor& x) { return x.defined() ? x.to(wide) : x; };
+    // All that is added is widened too, so that the sum is rounded once.
     Tensor result = Tensor::empty(c.shape(), wide);
-    if (accumulate) result.copy_(c);
-    multiply_cpu(result, a.to(wide), b.to(wide), bias.defined() ? bias.to(wide) : bias, accumulate);
+    if (options.accumulate) result.copy_(c);
+    product_cpu(
+        result, a.to(wide), b.to(wide),
+        {.accumulate = options.accumulate, .bias = widened(options.bias), .addend = widened(options.addend)});
     c.copy_(result);
-  } else if (wide == f64) {
-    product_of<double>(c, a, b, bias, accumulate);
-  } else {
-    product_of<float>(c, a, b, bias, accumulate);
+    return;
   }
-}
-
-void product_cpu(Tensor& c, const Tensor& a, const Tensor& b, const ProductOptions& options) {
-  multiply_cpu(c, a, b, options.bias, options.accumulate);
+  if (wide == f64)
+    product_of<double>(c, a, b, options.bias, options.accumulate);
+  else
+    product_of<float>(c, a, b, options.bias, options.accumulate);
   if (options.addend.defined()) add_into(c, options.addend);
 }
 

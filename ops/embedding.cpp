@@ -46,11 +46,12 @@ void embedding_backward_cpu(Tensor& dw, const Tensor& g, const Tensor& indices, 
                      for (int64_t j = begin; j < end; ++j) sum[j] += C(with[j]);
                    }
                  });
+    T* const dw_data = dw.mutable_data<T>();
+    parallel_for(0, dw.numel(), elementwise_grain, [=](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i)
+        dw_data[i] = static_cast<T>(adds ? C(dw_data[i]) + to[i] : to[i]);
+    });
   });
-  if (adds)
-    add_into(dw, sums.to(dw.dtype()));
-  else
-    dw.copy_(sums);
 }
 
 const Kernel<void(Tensor&, const Tensor&, const Tensor&)> forward_kernel{"embedding.forward",

@@ -133,6 +133,41 @@ TEST(Gemm, AddsAMatrix) {
       }
 }
 
+// Where the product and what is added nearly cancel, a rounding between them would be all that is left.
+TEST(Gemm, SixteenBitsAddBeforeTheyRound) {
+  manual_seed(2);
+  for (DType dtype : {f16, bf16})
+    for (const auto& [m, k, n] : {std::array<int64_t, 3>{5, 7, 3}, {64, 40, 72}, {31, 400, 33}})
+      for (int way = 0; way < 4; ++way) {
+        const auto expect = [&](const Tensor& a, const Tensor& b, const ProductOptions& options,
+                                const Tensor& start) {
+          Tensor c = laid_out(start.defined() ? start.clone() : Tensor::full({1, m, n}, NAN, dtype), way);
+          product(c, a, b, options);
+          SCOPED_TRACE(::testing::Message() << dtype << ' ' << way << ' ' << options.bias.defined()
+                                            << options.addend.defined() << options.accumulate);
+          expect_product(c, a, b, options.bias, start.defined() ? start : options.addend, 0x1p-8);
+        };
+        // -(a @ b + bias), rounded.
+        const Tensor b = laid_out(randn({1, k, n}, 0, 1, dtype), way);
+        const auto opposite = [&](const Tensor& a, const Tensor& bias) {
+          Tensor sum = Tensor::empty({1, m, n}, f64);
+          product(sum, a.to(f64), b.to(f64), {.bias = bias.defined() ? bias.to(f64) : bias});
+          std::vector<double> values = sum.to_vector<double>();
+          for (double& value : values) value = -value;
+          return Tensor::from(values, {1, m, n}).to(dtype);
+        };
+        const Tensor a = laid_out(randn({1, m, k}, 0, 1, dtype), way);
+        for (const Tensor& bias : {Tensor(), randn({n}, 0, 1, dtype)}) {
+          const Tensor other = opposite(a, bias);
+          expect(a, b, {.bias = bias, .addend = laid_out(other, way)}, {});
+          expect(a, b, {.accumulate = true, .bias = bias}, other);
+        }
+        // A bias cancels what all rows have in common.
+        const Tensor alike = laid_out(randn({1, 1, k}, 0, 1, dtype).expand({1, m, k}).clone(), way);
+        expect(alike, b, {.bias = opposite(alike, {}).select(0, 0).select(0, 0)}, {});
+      }
+}
+
 TEST(Gemm, InfinityAndNaNStayWhereTheyBelong) {
   Tensor a = Tensor::zeros({2, 2}), b = Tensor::full({2, 2}, 1);
   a.select(0, 0).fill_(INFINITY);

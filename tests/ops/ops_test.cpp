@@ -7,6 +7,7 @@
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <tuple>
 
 #include "torus/autograd/gradcheck.h"
 #include "torus/core/memory.h"
@@ -676,6 +677,44 @@ TEST(Ops, EmbeddingAddsUpRepeatedRows) {
   const Tensor indices = Tensor::from<int64_t>({2, 0, 2, 2});
   const auto grad = gradient([&](auto& w) { return embedding(w, indices); }, Tensor::zeros({3, 2}));
   EXPECT_EQ(grad.to_vector<double>(), (std::vector<double>{1, 1, 0, 0, 3, 3}));
+}
+
+// Of ops that add to the gradient that is there, also where both nearly cancel.
+TEST(Ops, GradientsAreAddedBeforeTheyAreRounded) {
+  manual_seed(3);
+  const Tensor indices = randint({40}, 0, 7);
+  const auto ones_like_rows = [](const Variable& x) { return Tensor::full({x.size(-1)}, 1, x.dtype()); };
+  for (DType dtype : {f16, bf16}) {
+    const Tensor table = randn({7, 24}, 0, 1, dtype), rows = randn({40, 24}, 0, 1, dtype);
+    const auto of = [](const Tensor& x, const Variable& like) { return Variable(x.to(like.dtype())); };
+    const std::vector<std::tuple<const char*, Tensor, std::function<Variable(const Variable&)>>> cases = {
+        {"embedding", table, [&](auto& v) { return embedding(v, indices); }},
+        {"linear, x", rows, [&](auto& v) { return linear(v, of(table, v)); }},
+        {"linear, weight", table, [&](auto& v) { return linear(of(rows, v), v); }},
+        {"layer_norm", rows, [&](auto& v) { return layer_norm(v, ones_like_rows(v)); }},
+        {"rms_norm", rows, [&](auto& v) { return rms_norm(v, ones_like_rows(v)); }}};
+    for (const auto& [name, value, f] : cases) {
+      const Tensor seed = randn(f(value).shape(), 0, 1, dtype);
+      const auto backward = [&f = f](Parameter& p, const Tensor& of_y) {
+        Tape tape;
+        tape.backward(f(p), {.seed = of_y});
+        return p.grad().to_vector<double>();
+      };
+      Parameter wide(value.to(f64)), narrow(value);
+      std::vector<double> exact = backward(wide, seed.to(f64)), there = exact;
+      for (double& x : there) x = -x;
+      narrow.mutable_grad() = Tensor::from(there, value.shape()).to(dtype);
+      there = narrow.grad().to_vector<double>();
+      const std::vector<double> got = backward(narrow, seed);
+      double error = 0, norm = 0;
+      for (size_t i = 0; i < got.size(); ++i) {
+        const double sum = exact[i] + there[i];
+        error += std::pow(got[i] - sum, 2);
+        norm += sum * sum;
+      }
+      EXPECT_LE(std::sqrt(error / norm), 0x1p-7) << name << ' ' << dtype;
+    }
+  }
 }
 
 // ----------------------------------------------------------------------------------------------- dropout
