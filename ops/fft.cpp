@@ -47,6 +47,8 @@ void transform_lines(T* y, const T* x, int64_t outer, int64_t n, int64_t inner, 
 }
 
 Tensor fft_cpu(const Tensor& x, const std::vector<int>& axes, bool inverse) {
+  // 16-bit floats are rounded once, not after each axis.
+  if (x.dtype() != f64 && x.dtype() != f32) return fft_cpu(x.to(f32), axes, inverse).to(x.dtype());
   Tensor y = x.contiguous();
   bool is_own = !x.is_contiguous();
   for (const int axis : axes) {

@@ -816,6 +816,19 @@ TEST(Fft, OfAnyLength) {
   }
 }
 
+TEST(Fft, RoundsSixteenBitsOnce) {
+  for (DType dtype : {f16, bf16}) {
+    const double half_unit = dtype == f16 ? 0x1p-11 : 0x1p-8;
+    const Tensor x = randn({2, 6, 5, 8, 2}, 0, 1, dtype);
+    for (bool inverse : {false, true}) {
+      const auto got = fft(x, {1, 2, 3}, inverse).value().to_vector<double>(),
+                 exact = fft(x.to(f64), {1, 2, 3}, inverse).value().to_vector<double>();
+      for (size_t i = 0; i < got.size(); ++i)
+        EXPECT_LE(std::abs(got[i] - exact[i]), half_unit * std::abs(exact[i]) + 1e-6) << dtype;
+    }
+  }
+}
+
 // What was measured stands, what was not stays, and a second step changes nothing.
 TEST(DataConsistency, PutsInWhatWasMeasured) {
   const Tensor x = randn({2, 5, 12, 2}, 0, 1, f64), scan = randn({2, 5, 12, 2}, 0, 1, f64);
