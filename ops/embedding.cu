@@ -17,7 +17,7 @@ struct alignas(sizeof(T) * width) Some {
   T at[width];
 };
 
-// A warp a row of y [N, C], C a multiple of width.
+// A warp a row of y [N, C], C a multiple of width; zeros where the index is out of range.
 template <class T, int width>
 __global__ void __launch_bounds__(threads)
     gather_rows(T* __restrict__ y, const T* __restrict__ weight, const int64_t* __restrict__ indices,
@@ -31,7 +31,10 @@ __global__ void __launch_bounds__(threads)
     if (!inside && lane == 0) gpu::report(faults, fault, index, vocabulary);
     const Moved* const from = reinterpret_cast<const Moved*>(weight + (inside ? index : 0) * n);
     Moved* const to = reinterpret_cast<Moved*>(y + row * n);
-    if (!inside) continue;  // the caller will be told
+    if (!inside) {  // the caller will be told; until then others may read the row
+      for (int64_t i = lane; i < count; i += 32) to[i] = Moved{};
+      continue;
+    }
 #pragma unroll 4
     for (int64_t i = lane; i < count; i += 32) to[i] = from[i];
   }

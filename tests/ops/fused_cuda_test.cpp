@@ -194,6 +194,13 @@ TEST_F(FusedCuda, CrossEntropyOfExtremes) {
 
 TEST_F(FusedCuda, FaultsAreReported) {
   const Tensor table = Tensor::zeros({5, 8}, f32, cuda);
+  // What comes after reads zeros, whatever was in the memory.
+  for (int64_t width : {8, 7}) {
+    const Tensor rows =
+        embedding(Tensor::full({5, width}, 1, f32, cuda), Tensor::from<int64_t>({5, -1}).to(cuda)).value();
+    EXPECT_ERROR(rows.to_vector<double>(), Value, " is outside [0, 5)");
+    EXPECT_EQ(rows.to_vector<double>(), std::vector<double>(static_cast<size_t>(2 * width), 0));
+  }
   EXPECT_ERROR(embedding(table, Tensor::from<int64_t>({1, 5}).to(cuda)).value().to_vector<double>(), Value,
                "[embedding] index 5 is outside [0, 5)");
   const Tensor logits = Tensor::zeros({2, 5}, f32, cuda);
