@@ -195,7 +195,8 @@ TEST_F(CudaProduct, GeluOnTheWay) {
       for (bool with_bias : {false, true}) {
         const Tensor a = randn({m, k}, 0, 0.1, dtype).to(cuda), b = randn({n, k}, 0, 1, dtype).to(cuda);
         const Tensor bias = with_bias ? randn({n}, 0, 1, dtype).to(cuda) : Tensor();
-        Tensor c = Tensor::empty({m, n}, dtype, cuda), input = c.clone(), expected = c.clone();
+        const auto result = [&] { return Tensor::empty({m, n}, dtype, cuda); };
+        Tensor c = result(), input = result(), expected = result();
         const double tolerance = dtype == f16 ? 2e-3 : 1e-2;
         product(expected, a, b.transpose(0, 1), {.bias = bias});
         const bool done = product_gelu(c, input, a, b.transpose(0, 1), bias);
