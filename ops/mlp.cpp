@@ -28,17 +28,22 @@ Variable mlp(const Variable& x, const Variable& up, const Variable& up_bias, con
   }
   product(y, hidden, down.value().transpose(0, 1),
           {.bias = value_of(down_bias), .addend = residual.defined() ? as_rows(residual.value()) : Tensor()});
-  // Saved: what each product read, and the input of GELU for its derivative.
+  // Saved: of what each product read, what the other operand's gradient needs, and the input of GELU for its
+  // derivative.
+  const bool wants_input = x.requires_grad() || up.requires_grad() || up_bias.requires_grad();
+  const auto if_wanted = [](bool wanted, const Tensor& tensor) { return Saved(wanted ? tensor : Tensor()); };
   return record(
       "mlp", {x, up, up_bias, down, down_bias, residual}, y.reshape(shape),
-      [form, x_shape = x.shape(), saved_x = Saved(rows), saved_up = Saved(up.value()),
-       saved_down = Saved(down.value()), saved_input = Saved(input),
-       saved_hidden = Saved(hidden)](const OutputGrads& grads) -> std::vector<Tensor> {
+      [form, x_shape = x.shape(), up_shape = up.shape(), down_shape = down.shape(),
+       saved_x = if_wanted(up.requires_grad(), rows), saved_up = if_wanted(x.requires_grad(), up.value()),
+       saved_down = if_wanted(wants_input, down.value()), saved_input = if_wanted(wants_input, input),
+       saved_hidden =
+           if_wanted(down.requires_grad(), hidden)](const OutputGrads& grads) -> std::vector<Tensor> {
         const Tensor dy = as_rows(grads[0]);
         std::vector<Tensor> result(6);
         if (grads.wants(4)) result[4] = sum_to(dy, {dy.size(1)});
         if (grads.wants(3))
-          result[3] = add_product(grads, 3, dy.transpose(0, 1), saved_hidden.get(), saved_down.get().shape());
+          result[3] = add_product(grads, 3, dy.transpose(0, 1), saved_hidden.get(), down_shape);
         if (grads.wants(5)) result[5] = grads[0];
         if (!grads.wants(0) && !grads.wants(1) && !grads.wants(2)) return result;
 
@@ -49,7 +54,7 @@ Variable mlp(const Variable& x, const Variable& up, const Variable& up_bias, con
         if (grads.wants(2)) result[2] = sum_to(d_input, {d_input.size(1)});
         if (grads.wants(0)) result[0] = add_product(grads, 0, d_input, saved_up.get(), x_shape);
         if (grads.wants(1))
-          result[1] = add_product(grads, 1, d_input.transpose(0, 1), saved_x.get(), saved_up.get().shape());
+          result[1] = add_product(grads, 1, d_input.transpose(0, 1), saved_x.get(), up_shape);
         return result;
       });
 }

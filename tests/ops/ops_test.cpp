@@ -992,6 +992,13 @@ TEST(Ops, SaveOnlyWhatBackwardNeeds) {
   EXPECT_EQ(held_bytes([](auto& x) { return transpose(x, 0, 1); }, shape), 0);
   EXPECT_LE(held_bytes([](auto& x) { return layer_norm(x, ones({256})); }, shape), one + few);
   EXPECT_LE(held_bytes([](auto& x) { return cross_entropy(x, Tensor::zeros({64}, i64)); }, shape), few);
+  // What only the gradient of a frozen weight would read is not kept.
+  for (bool trained : {false, true}) {
+    const Variable up(rand({512, 256}), trained), down(rand({256, 512}), trained);
+    EXPECT_EQ(held_bytes([&](auto& x) { return linear(x, up); }, shape), 2 * one);
+    EXPECT_EQ(held_bytes([&](auto& x) { return mlp(x, up, {}, down, {}); }, shape),
+              trained ? 5 * one : 3 * one);
+  }
 }
 
 }  // namespace
