@@ -301,7 +301,11 @@ Tensor Tensor::reshape(const Shape& wanted) const {
   if (shape == shape_) return *this;
   if (numel() == 0 || is_contiguous()) return as_strided(shape, row_major_strides(shape), offset_);
 
-  // Match groups of old axes that lie in one line with groups of new axes of the same product.
+  // Match groups of old axes that lie in one line with groups of new axes of the same product; old axes of
+  // size 1, whose strides mean nothing, are left out.
+  Shape sizes, steps;
+  for (int axis = 0; axis < dim(); ++axis)
+    if (shape_[axis] != 1) sizes.push_back(shape_[axis]), steps.push_back(strides_[axis]);
   Shape strides = shape;
   int old_axis = 0, new_axis = 0;
   while (new_axis < shape.dim()) {
@@ -309,22 +313,18 @@ Tensor Tensor::reshape(const Shape& wanted) const {
       strides[new_axis++] = 1;
       continue;
     }
-    while (shape_[old_axis] == 1) ++old_axis;
-    int64_t old_size = shape_[old_axis], new_size = shape[new_axis];
+    int64_t old_size = sizes[old_axis], new_size = shape[new_axis];
     int old_last = old_axis, new_last = new_axis;
     while (old_size != new_size) {
       if (old_size < new_size) {
         ++old_last;
-        if (shape_[old_last] != 1 && strides_[old_last - 1] != strides_[old_last] * shape_[old_last])
-          return clone().reshape(shape);
-        // A size-1 axis inside a group has any stride: carry the neighbour's.
-        if (shape_[old_last] == 1) return clone().reshape(shape);
-        old_size *= shape_[old_last];
+        if (steps[old_last - 1] != steps[old_last] * sizes[old_last]) return clone().reshape(shape);
+        old_size *= sizes[old_last];
       } else {
         new_size *= shape[++new_last];
       }
     }
-    int64_t stride = strides_[old_last];
+    int64_t stride = steps[old_last];
     for (int axis = new_last; axis >= new_axis; --axis) {
       strides[axis] = stride;
       stride *= shape[axis];

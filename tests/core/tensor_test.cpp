@@ -194,6 +194,11 @@ TEST(Tensor, SharesStorageAndCountsWrites) {
   EXPECT_EQ(base.to_vector<int>()[5], 7);
   EXPECT_EQ(base.to(f32).storage(), base.storage());
   EXPECT_NE(base.transpose(0, 1).contiguous().storage(), base.storage());
+  // Reshaping copies only where strides force it to: those of axes of size 1 do not.
+  const Tensor part = Tensor::arange(96).reshape({4, 1, 3, 8}).slice(3, 2, 4), joined = part.reshape({12, 2});
+  EXPECT_EQ(joined.storage(), part.storage());
+  EXPECT_EQ(joined.to_vector<int>(), part.to_vector<int>());
+  EXPECT_NE(part.reshape({4, 6}).storage(), part.storage());
 }
 
 TEST(Tensor, ConvertsBetweenAllDtypes) {
