@@ -491,6 +491,8 @@ std::ostream& operator<<(std::ostream& out, const Tensor& tensor) {
 void add_into(Tensor& into, const Tensor& source) {
   check(into.dtype() == source.dtype(), Error::Kind::DType, "[add_into] expected ", into.dtype(), ", got ",
         source.dtype());
+  check(into.device() == source.device(), Error::Kind::Device, "[add_into] expected ", into.device(),
+        ", got ", source.device());
   add_into_kernel(into.device(), into, source.expand(into.shape()));
 }
 

@@ -101,6 +101,8 @@ TEST_F(CudaTensor, AddsIntoEveryStride) {
     add_into(turned_expected, turned_expected.clone());
     EXPECT_LT(difference(got, expected), 1e-15);
   }
+  Tensor here = a.clone();
+  EXPECT_ERROR(add_into(here, a.to(cuda)), Device, "[add_into] expected cpu, got cuda:0");
 }
 
 TEST_F(CudaTensor, SumsOverAnyAxes) {
