@@ -1,6 +1,7 @@
 // Matrix products on CUDA, by cuBLASLt.
 #include <cublasLt.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -8,10 +9,12 @@
 #include <mutex>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "torus/core/cuda.h"
 #include "torus/core/gemm.h"
 #include "torus/core/memory.h"
+#include "torus/core/random.h"
 
 namespace torus {
 
@@ -78,22 +81,28 @@ struct Plan {
   DType dtype;
   int64_t m, n, k, batches;
   Operand a, b, d;
+  int vector_alignment;  // of the epilogue's
   cublasLtEpilogue_t epilogue;
   bool adds, tf32;
   int device;
 
   bool operator<(const Plan& o) const {
-    return std::tie(dtype, m, n, k, batches, a, b, d, epilogue, adds, tf32, device) <
-           std::tie(o.dtype, o.m, o.n, o.k, o.batches, o.a, o.b, o.d, o.epilogue, o.adds, o.tf32, o.device);
+    return std::tie(dtype, m, n, k, batches, a, b, d, vector_alignment, epilogue, adds, tf32, device) <
+           std::tie(o.dtype, o.m, o.n, o.k, o.batches, o.a, o.b, o.d, o.vector_alignment, o.epilogue, o.adds,
+                    o.tf32, o.device);
   }
 };
+
+// With a name, without which nvcc has no vectors of them.
+struct Algorithm : cublasLtMatmulAlgo_t {};
 
 // The descriptors of a plan and the algorithm chosen for it, if there is one; kept for good.
 struct Prepared {
   bool possible = false;
   cublasLtMatmulDesc_t operation = nullptr;
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, d = nullptr;
-  cublasLtMatmulAlgo_t algorithm = {};
+  Algorithm algorithm = {};
+  std::vector<Algorithm> others;  // that may be faster, and have not been measured yet
 };
 
 cublasLtMatrixLayout_t layout(const Plan& plan, const Plan::Operand& x, int64_t rows, int64_t columns) {
@@ -119,7 +128,20 @@ void set_operands(cublasLtMatmulDescOpaque_t& operation, const Epilogue& epilogu
                                                 &epilogue.matrix, sizeof epilogue.matrix));
 }
 
-// The algorithm is the one that cuBLASLt expects to be the fastest.
+constexpr int most_candidates = 8;
+
+double results_of(const Plan& plan) {
+  return static_cast<double>(plan.m) * static_cast<double>(plan.n * plan.batches);
+}
+double multiply_adds(const Plan& plan) { return results_of(plan) * static_cast<double>(plan.k); }
+
+// Whether its algorithm is chosen by measurement: products that take long enough to be timed, with results
+// enough that a different order of sums shows in some.
+bool worth_measuring(const Plan& plan) {
+  return size_of(plan.dtype) == 2 && results_of(plan) >= 65536 && multiply_adds(plan) >= 1e9;
+}
+
+// The algorithm is the one that cuBLASLt expects to be the fastest; the others are its next ones.
 Prepared prepare(const Plan& plan, const Library& cublas, const Epilogue& epilogue) {
   Prepared made;
   const cublasComputeType_t arithmetic = plan.dtype == f64 ? CUBLAS_COMPUTE_64F
@@ -150,24 +172,235 @@ Prepared prepare(const Plan& plan, const Library& cublas, const Epilogue& epilog
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(plan.b.alignment));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(plan.d.alignment));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(plan.d.alignment));
-  cublasLtMatmulHeuristicResult_t found{};
+  cublasLtMatmulHeuristicResult_t found[most_candidates] = {};
   int count = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(cublas.handle, made.operation, made.a, made.b,
-                                                               made.d, made.d, preference, 1, &found, &count);
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoGetHeuristic(cublas.handle, made.operation, made.a, made.b, made.d, made.d,
+                                     preference, worth_measuring(plan) ? most_candidates : 1, found, &count);
   cublasLtMatmulPreferenceDestroy(preference);
   made.possible = status == CUBLAS_STATUS_SUCCESS && count > 0;
-  if (made.possible) made.algorithm = found.algo;
+  if (!made.possible) return made;
+  made.algorithm = {found[0].algo};
+  for (int i = 1; i < count; ++i)
+    if (found[i].state == CUBLAS_STATUS_SUCCESS) made.others.push_back({found[i].algo});
   return made;
 }
 
-const Prepared& prepared(const Plan& plan, const Library& cublas, const Epilogue& epilogue) {
+// Where the operands of a product d = a b + added lie.
+struct Places {
+  const void *a, *b, *added;
+  void* d;
+  Epilogue epilogue;
+};
+
+// C: what it is summed in.
+template <class C>
+cublasStatus_t start(const Library& cublas, const Prepared& ready, const Algorithm& algorithm,
+                     const Places& at, bool adds, cudaStream_t stream) {
+  // The prepared one is shared between threads.
+  cublasLtMatmulDescOpaque_t operation;
+  std::memcpy(&operation, ready.operation, sizeof operation);
+  set_operands(operation, at.epilogue);
+  const C alpha = 1, beta = adds ? 1 : 0;
+  return cublasLtMatmul(cublas.handle, &operation, &alpha, at.a, ready.a, at.b, ready.b, &beta, at.added,
+                        ready.d, at.d, ready.d, &algorithm, cublas.workspace, workspace_bytes, stream);
+}
+
+// ------------------------------------------------------------------------------- algorithms by measurement
+
+constexpr size_t most_scratch_bytes = size_t{2} << 30;
+
+// Memory for a moment, which no figure counts; null where there is too little.
+class Scratch {
+ public:
+  Scratch(size_t bytes, int device, cudaStream_t stream) : stream_(stream) {
+    check_call(cudaDeviceGetDefaultMemPool(&pool_, device), "product");
+    check_call(cudaMemPoolGetAttribute(pool_, cudaMemPoolAttrReservedMemCurrent, &reserved_), "product");
+    const cudaError_t error = cudaMallocAsync(&data_, bytes, stream);
+    if (error == cudaSuccess) return;
+    data_ = nullptr;
+    if (error != cudaErrorMemoryAllocation) check_call(error, "product");
+    cudaGetLastError();  // taken note of: the next check is about the next call
+  }
+  ~Scratch() {
+    if (!data_) return;
+    cudaFreeAsync(data_, stream_);
+    cudaStreamSynchronize(stream_);
+    cudaMemPoolTrimTo(pool_, reserved_);  // else the pool would keep it
+    cudaGetLastError();
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+
+ private:
+  cudaStream_t stream_;
+  cudaMemPool_t pool_ = nullptr;
+  uint64_t reserved_ = 0;
+  void* data_ = nullptr;
+};
+
+class Stopwatch {
+ public:
+  Stopwatch() {
+    check_call(cudaEventCreate(&begin_), "product");
+    check_call(cudaEventCreate(&end_), "product");
+  }
+  ~Stopwatch() {
+    cudaEventDestroy(begin_);
+    cudaEventDestroy(end_);
+  }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+  // Milliseconds that the stream takes for what f puts on it.
+  template <class F>
+  float time(cudaStream_t stream, F&& f) const {
+    check_call(cudaEventRecord(begin_, stream), "product");
+    f();
+    check_call(cudaEventRecord(end_, stream), "product");
+    check_call(cudaEventSynchronize(end_), "product");
+    float milliseconds = 0;
+    check_call(cudaEventElapsedTime(&milliseconds, begin_, end_), "product");
+    return milliseconds;
+  }
+
+ private:
+  cudaEvent_t begin_ = nullptr, end_ = nullptr;
+};
+
+// Eight floats of 16 bits a pack, of either sign: `lowest` and what `varies` adds to it are exponents and
+// fractions.
+__global__ void fill_scratch(uint4* to, int64_t packs, uint32_t lowest, uint32_t varies) {
+  const uint32_t mask = (0x8000u | varies) * 0x10001u, least = lowest * 0x10001u;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < packs; i += stride) {
+    const auto random = philox({static_cast<uint32_t>(i), static_cast<uint32_t>(i >> 32), 0, 0}, 0);
+    to[i] = {(random[0] & mask) + least, (random[1] & mask) + least, (random[2] & mask) + least,
+             (random[3] & mask) + least};
+  }
+}
+
+__global__ void find_difference(int* differs, const uint4* a, const uint4* b, int64_t packs) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < packs; i += stride) {
+    const uint4 x = a[i], y = b[i];
+    if (x.x != y.x || x.y != y.y || x.z != y.z || x.w != y.w) *differs = 1;
+  }
+}
+
+// Elements from the first to the last of a matrix [rows, columns] of a plan, or of a batch of them.
+int64_t extent(const Plan& plan, const Plan::Operand& x, int64_t rows, int64_t columns) {
+  if (x.transposed) std::swap(rows, columns);
+  return (plan.batches - 1) * x.batch_stride + (columns - 1) * x.leading + rows;
+}
+
+// The fastest of the algorithms, on operands made up for it, whose results have all the bits of those of the
+// first: so results do not depend on what was measured. The first where there is no memory for it.
+Algorithm fastest(const Plan& plan, const Library& cublas, const Prepared& ready, const Epilogue& epilogue,
+                  cudaStream_t stream) {
+  const Algorithm& first = ready.algorithm;
+  size_t bytes = 0;
+  const auto place = [&](int64_t elements, int alignment) {
+    const size_t at = bytes + static_cast<size_t>(alignment % 256);
+    bytes = (at + static_cast<size_t>(elements) * 2 + 255) / 256 * 256;
+    return at;
+  };
+  const int64_t result_extent = extent(plan, plan.d, plan.m, plan.n);
+  const size_t flags = place(2 * most_candidates, 256),
+               a = place(extent(plan, plan.a, plan.m, plan.k), plan.a.alignment),
+               b = place(extent(plan, plan.b, plan.k, plan.n), plan.b.alignment),
+               vector = place(plan.m, plan.vector_alignment),
+               added = plan.adds ? place(result_extent, plan.d.alignment) : 0;
+  // What is written: once by the first, once by each of the others.
+  const size_t results = bytes, d = place(result_extent, plan.d.alignment),
+               matrix = epilogue.matrix ? place(result_extent, plan.d.alignment) : 0,
+               result_bytes = bytes - results;
+  bytes += result_bytes;
+  if (bytes > most_scratch_bytes) return first;
+  const Scratch scratch(bytes, plan.device, stream);
+  std::byte* const data = scratch.data();
+  if (!data) return first;
+
+  constexpr int threads = 256;
+  const auto packs = [&](size_t at) { return reinterpret_cast<uint4*>(data + at); };
+  // Of eight powers of 2, the highest below 1: their products have more bits than a sum in f32 keeps, so that
+  // sums in another order differ.
+  const auto fill = [&](size_t at, size_t size) {
+    const auto count = static_cast<int64_t>(size / sizeof(uint4));
+    const bool half = plan.dtype == f16;
+    fill_scratch<<<blocks_for(count, threads, 1 << 14), threads, 0, stream>>>(
+        packs(at), count, half ? 7 << 10 : 119 << 7, half ? 0x1fff : 0x3ff);
+    check_launch("product");
+  };
+  fill(0, results);
+  fill(results, result_bytes);
+  fill(results + result_bytes, result_bytes);
+  int* const differ = reinterpret_cast<int*>(data + flags);
+  check_call(cudaMemsetAsync(differ, 0, most_candidates * sizeof(int), stream), "product");
+
+  const auto run = [&](const Algorithm& algorithm, size_t shift) {
+    const Epilogue there{epilogue.kind, epilogue.vector ? data + vector : nullptr,
+                         epilogue.matrix ? data + matrix + shift : nullptr};
+    std::byte* const to = data + d + shift;
+    const bool runs =
+        start<float>(cublas, ready, algorithm, {data + a, data + b, plan.adds ? data + added : to, to, there},
+                     plan.adds, stream) == CUBLAS_STATUS_SUCCESS;
+    if (!runs) cudaGetLastError();  // taken note of: the next check is about the next call
+    return runs;
+  };
+  if (!run(first, 0)) return first;
+  std::vector<Algorithm> tried, alike{first};
+  for (const Algorithm& other : ready.others) {
+    if (!run(other, result_bytes)) continue;
+    const auto count = static_cast<int64_t>(result_bytes / sizeof(uint4));
+    find_difference<<<blocks_for(count, threads, 1 << 14), threads, 0, stream>>>(
+        differ + tried.size(), packs(results), packs(results + result_bytes), count);
+    check_launch("product");
+    tried.push_back(other);
+  }
+  int found[most_candidates] = {};
+  check_call(cudaMemcpyAsync(found, differ, sizeof found, cudaMemcpyDeviceToHost, stream), "product");
+  check_call(cudaStreamSynchronize(stream), "product");
+  for (size_t i = 0; i < tried.size(); ++i)
+    if (!found[i]) alike.push_back(tried[i]);
+  if (alike.size() == 1) return first;
+
+  // In turns, so that all meet the same clock rates.
+  const Stopwatch watch;
+  const int rounds = 4, runs = multiply_adds(plan) < 2e10 ? 8 : 2;
+  std::vector<float> least(alike.size(), std::numeric_limits<float>::infinity());
+  for (int round = 0; round < rounds; ++round)
+    for (size_t i = 0; i < alike.size(); ++i) {
+      run(alike[i], result_bytes);  // meanwhile the host gets ahead
+      least[i] = std::min(least[i], watch.time(stream, [&] {
+        for (int j = 0; j < runs; ++j) run(alike[i], result_bytes);
+      }));
+    }
+  const auto best = static_cast<size_t>(std::min_element(least.begin(), least.end()) - least.begin());
+  return least[best] < 0.97f * least[0] ? alike[best] : first;
+}
+
+// A copy, as a plan that was met under capture is measured later.
+Prepared prepared(const Plan& plan, const Library& cublas, const Epilogue& epilogue, cudaStream_t stream) {
   static std::mutex mutex;
   static auto* plans = new std::map<Plan, Prepared>;
   std::lock_guard lock(mutex);
-  const auto found = plans->find(plan);
-  return found != plans->end() ? found->second
-                               : plans->emplace(plan, prepare(plan, cublas, epilogue)).first->second;
+  auto found = plans->find(plan);
+  if (found == plans->end()) found = plans->emplace(plan, prepare(plan, cublas, epilogue)).first;
+  Prepared& ready = found->second;
+  if (ready.others.empty()) return ready;
+  cudaStreamCaptureStatus captures = cudaStreamCaptureStatusNone;
+  check_call(cudaStreamIsCapturing(stream, &captures), "product");
+  if (captures == cudaStreamCaptureStatusNone) {
+    ready.algorithm = fastest(plan, cublas, ready, epilogue, stream);
+    ready.others.clear();
+  }
+  return ready;
 }
+
+// ----------------------------------------------------------------------------------------------- products
 
 int alignment_of(const void* pointer, int64_t batch_bytes) {
   const auto bits = reinterpret_cast<uintptr_t>(pointer) | static_cast<uintptr_t>(batch_bytes) | 256;
@@ -204,7 +437,6 @@ bool multiply(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& addend,
   const T *const a_data = read<T>(a), *const b_data = read<T>(b);
   const T* const added = addend.defined() ? read<T>(addend) : c_data;
   const bool adds = accumulate || addend.defined();
-  const compute<T> alpha = 1, beta = adds ? 1 : 0;
 
   // Leading axes from the last on are one batch as long as each operand moves by equal distances.
   const int axes = c.dim() - 2;
@@ -242,22 +474,19 @@ bool multiply(Tensor& c, const Tensor& a, const Tensor& b, const Tensor& addend,
               .a = operand(b, b_at, step[2]),
               .b = operand(a, a_at, step[1]),
               .d = operand(c, c_at, step[0]),
+              .vector_alignment = alignment_of(epilogue.vector, 0),
               .epilogue = epilogue.kind,
               .adds = adds,
               .tf32 = c.dtype() == f32 && tf32_allowed(),
               .device = c.device().index};
-    plan.d.alignment = std::min(plan.d.alignment, operand(c, added_at, step[0]).alignment);
-    const Prepared& ready = prepared(plan, cublas, epilogue);
+    plan.d.alignment = std::min(
+        {plan.d.alignment, operand(c, added_at, step[0]).alignment, alignment_of(epilogue.matrix, 0)});
+    const Prepared ready = prepared(plan, cublas, epilogue, stream);
     if (!ready.possible && epilogue.optional()) return false;
     check(ready.possible, Error::Kind::Device, "[product] cuBLASLt has no algorithm for [", m, ", ", k,
           "] times [", k, ", ", n, "] of ", c.dtype());
-    // The prepared one is shared between threads.
-    cublasLtMatmulDescOpaque_t operation;
-    std::memcpy(&operation, ready.operation, sizeof operation);
-    set_operands(operation, epilogue);
-    check_cublas(cublasLtMatmul(cublas.handle, &operation, &alpha, b_at, ready.a, a_at, ready.b, &beta,
-                                added_at, ready.d, c_at, ready.d, &ready.algorithm, cublas.workspace,
-                                workspace_bytes, stream));
+    check_cublas(start<compute<T>>(cublas, ready, ready.algorithm, {b_at, a_at, added_at, c_at, epilogue},
+                                   adds, stream));
   }
   return true;
 }
