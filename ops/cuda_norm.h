@@ -331,26 +331,33 @@ __global__ void __launch_bounds__(norm_threads)
 }
 
 // dw[i], and for blockIdx.y == 1 db[i], = the sum over blocks of parts [blocks, gridDim.y, n], in a fixed
-// order.
+// order. 32 warps take turns at the parts, all of them in flight at once if they are not very many.
 template <class T>
-__global__ void norm_sum_parts(T* dw, T* db, const compute<T>* parts, int64_t blocks, int64_t n) {
+__global__ void __launch_bounds__(1024)
+    norm_sum_parts(T* dw, T* db, const compute<T>* parts, int64_t blocks, int64_t n) {
   wait_for_kernel_before();
   using C = compute<T>;
-  __shared__ C space[8][33];
+  constexpr int at_once = 8;
+  __shared__ C space[32][33];
   T* const to = blockIdx.y == 0 ? dw : db;
   if (!to) return;
-  const int64_t i = int64_t{blockIdx.x} * 32 + threadIdx.x;
+  const int lane = threadIdx.x, warp = threadIdx.y;
+  const int64_t first_column = int64_t{blockIdx.x} * 32, column = first_column + lane;
+  const C* from = parts + (int64_t{warp} * gridDim.y + blockIdx.y) * n + column;
+  const int64_t step = int64_t{32} * gridDim.y * n;
   C sum = 0;
-  if (i < n)
-#pragma unroll 8
-    for (int64_t block = threadIdx.y; block < blocks; block += 8)
-      sum += parts[(block * gridDim.y + blockIdx.y) * n + i];
-  space[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y > 0 || i >= n) return;
+#pragma unroll 1
+  for (int64_t first = warp; first < blocks; first += 32 * at_once, from += at_once * step) {
+    C in[at_once];
 #pragma unroll
-  for (int part = 1; part < 8; ++part) sum += space[part][threadIdx.x];
-  to[i] = narrow<T>(sum);
+    for (int k = 0; k < at_once; ++k) in[k] = first + k * 32 < blocks && column < n ? from[k * step] : C(0);
+#pragma unroll
+    for (int k = 0; k < at_once; ++k) sum += in[k];
+  }
+  space[warp][lane] = sum;
+  __syncthreads();
+  sum = warp_sum(space[lane][warp]);
+  if (lane == 0 && first_column + warp < n) to[first_column + warp] = narrow<T>(sum);
 }
 
 // Calls f with the RowLayout for rows of n elements, or with 0 where rows cannot be kept in registers: the
@@ -456,7 +463,7 @@ void launch_norm_backward(const char* op, Tensor& dx, Tensor& dw, Tensor& db, co
         },
         to, grad, from, w);
     if (!part) return;
-    launch<norm_sum_parts<T>>(op, dim3(static_cast<unsigned>((n + 31) / 32), sums), dim3(32, 8), stream,
+    launch<norm_sum_parts<T>>(op, dim3(static_cast<unsigned>((n + 31) / 32), sums), dim3(32, 32), stream,
                               dw.defined() ? write<T>(dw) : nullptr, db.defined() ? write<T>(db) : nullptr,
                               part, blocks, n);
   });
