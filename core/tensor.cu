@@ -174,26 +174,6 @@ __global__ void sum_lines(C* parts, const T* from, const __grid_constant__ Strid
   }
 }
 
-// What sum_columns adds up: elements at any places, side by side if `width` is more than 1.
-template <class T, int width>
-struct StridedRows {
-  using Loaded = std::conditional_t<(width > 1), uint4, T>;
-  static constexpr int at_once = width > 1 ? 4 : 8;  // as many as registers are enough for
-  const T* from;
-  Strided<1> summed, kept;
-
-  __device__ const T* top(int64_t column) const { return from + place(kept, column); }
-  __device__ Loaded load(const T* top, int64_t row) const {
-    return *reinterpret_cast<const Loaded*>(top + place(summed, row));
-  }
-  __device__ void widen(compute<T> (&values)[width], const Loaded& in) const {
-    if constexpr (width > 1)
-      widen_pack<T>(values, in);
-    else
-      values[0] = gpu::widen(in);
-  }
-};
-
 constexpr int64_t most_tickets = 1024;
 // Counters of the blocks of a kernel that have ended, kept for good: kernels leave them at 0.
 uint32_t* tickets_of(Device device) {
@@ -205,7 +185,7 @@ uint32_t* tickets_of(Device device) {
   return tickets;
 }
 
-constexpr int column_threads = 256;
+constexpr int column_threads = 512, column_blocks = 2;  // `column_blocks` on a multiprocessor
 
 // Of a block: `lanes` threads lie along a row, `width` columns each, and `groups` such rows of threads share
 // a part of the rows.
@@ -214,17 +194,50 @@ struct ColumnLayout {
   static constexpr int lanes = width > 1 ? 16 : 32, groups = column_threads / lanes, across = lanes * width;
 };
 
+// What sum_columns adds up: elements at any places, side by side if `width` is more than 1. A thread walks
+// down every `groups`-th row.
+template <class T, int width_>
+struct StridedRows {
+  static constexpr int width = width_, at_once = width > 1 ? 4 : 8;  // as many as registers are enough for
+  using Loaded = std::conditional_t<(width > 1), uint4, T>;
+  struct Cursor {
+    const T* top;
+    int64_t row;
+  };
+  const T* from;
+  Strided<1> summed, kept;
+
+  __device__ Cursor start(int64_t row, int64_t column) const { return {from + place(kept, column), row}; }
+  __device__ Loaded load(const Cursor& at) const {
+    return *reinterpret_cast<const Loaded*>(at.top + place(summed, at.row));
+  }
+  __device__ void advance(Cursor& at) const { at.row += ColumnLayout<width>::groups; }
+};
+
+// The usual case, whole rows at one distance: little stands between a load and the next.
+template <class T>
+struct EvenRows {
+  static constexpr int width = Pack<T>::count, at_once = 8;
+  using Loaded = uint4;
+  const T* from;
+  int64_t distance, step = distance * ColumnLayout<width>::groups;
+
+  __device__ const T* start(int64_t row, int64_t column) const { return from + row * distance + column; }
+  __device__ uint4 load(const T* at) const { return *reinterpret_cast<const uint4*>(at); }
+  __device__ void advance(const T*& at) const { at += step; }
+};
+
 // into[column] = the sum over the rows of `source` / divisor. Block y of gridDim.y takes a part of the rows;
 // the last block of some columns adds their parts, in order: `tickets`, 0 before and after, tell which it is.
-template <class T, int width>
-__global__ void __launch_bounds__(column_threads, sizeof(compute<T>) == 8 ? 2 : 4)
-    sum_columns(T* into, compute<T>* parts, uint32_t* tickets,
-                const __grid_constant__ StridedRows<T, width> source, int64_t rows, int64_t columns,
-                int64_t part, compute<T> divisor) {
+template <class T, class Rows>
+__global__ void __launch_bounds__(column_threads, column_blocks)
+    sum_columns(T* into, compute<T>* parts, uint32_t* tickets, const __grid_constant__ Rows source,
+                int64_t rows, int64_t columns, int64_t part, compute<T> divisor) {
   using C = compute<T>;
+  constexpr int width = Rows::width, at_once = Rows::at_once;
   using Layout = ColumnLayout<width>;
   constexpr int lanes = Layout::lanes, groups = Layout::groups, across = Layout::across,
-                warps = column_threads / 32, at_once = StridedRows<T, width>::at_once;
+                warps = column_threads / 32;
   constexpr int pack = Pack<C>::count, helpers = column_threads / (across / pack);
   __shared__ C space[std::max(warps, helpers)][across];
   __shared__ bool is_last;
@@ -233,21 +246,26 @@ __global__ void __launch_bounds__(column_threads, sizeof(compute<T>) == 8 ? 2 : 
   const int64_t column = (int64_t{blockIdx.x} * lanes + lane) * width;
   C sum[width] = {};
   if (column < columns) {
-    const auto cursor = source.top(column);
-    const int64_t end = min(rows, (blockIdx.y + 1) * part);
-    for (int64_t first = blockIdx.y * part + thread / lanes; first < end; first += groups * at_once) {
-      typename StridedRows<T, width>::Loaded in[at_once];
+    const int64_t first = blockIdx.y * part + thread / lanes;
+    auto at = source.start(first, column);
+    for (auto left = static_cast<int>(min(rows, (blockIdx.y + 1) * part) - first); left > 0;
+         left -= groups * at_once) {
+      typename Rows::Loaded in[at_once];
 #pragma unroll
-      for (int k = 0; k < at_once; ++k)
-        if (const int64_t row = first + k * groups; row < end) in[k] = source.load(cursor, row);
+      for (int k = 0; k < at_once; ++k) {
+        in[k] = k * groups < left ? source.load(at) : typename Rows::Loaded{};
+        source.advance(at);
+      }
 #pragma unroll
-      for (int k = 0; k < at_once; ++k)
-        if (const int64_t row = first + k * groups; row < end) {
-          C values[width];
-          source.widen(values, in[k]);
+      for (int k = 0; k < at_once; ++k) {
+        C values[width];
+        if constexpr (width > 1)
+          widen_pack<T>(values, in[k]);
+        else
+          values[0] = widen(in[k]);
 #pragma unroll
-          for (int j = 0; j < width; ++j) sum[j] += values[j];
-        }
+        for (int j = 0; j < width; ++j) sum[j] += values[j];
+      }
     }
   }
 #pragma unroll
@@ -263,20 +281,30 @@ __global__ void __launch_bounds__(column_threads, sizeof(compute<T>) == 8 ? 2 : 
   if (gridDim.y > 1) {
     C* const own = parts + int64_t{blockIdx.x} * gridDim.y * across;
     if (thread < across) own[blockIdx.y * across + thread] = total;
-    __threadfence();
     __syncthreads();
-    if (thread == 0) is_last = atomicAdd(&tickets[blockIdx.x], 1) == gridDim.y - 1;
+    if (thread == 0) {
+      __threadfence();
+      is_last = atomicAdd(&tickets[blockIdx.x], 1) == gridDim.y - 1;
+      __threadfence();
+    }
     __syncthreads();
     if (!is_last) return;
-    __threadfence();
-    const int helper = thread / (across / pack), at = thread % (across / pack) * pack;
+    const unsigned helper = thread / (across / pack), at = thread % (across / pack) * pack;
     C sums[pack] = {};
-#pragma unroll 8
-    for (unsigned p = helper; p < gridDim.y; p += helpers) {
-      C values[pack];
-      widen_pack<C>(values, __ldcg(reinterpret_cast<const uint4*>(own + p * across + at)));
+    for (unsigned first = helper; first < gridDim.y; first += helpers * 8) {
+      uint4 in[8];
 #pragma unroll
-      for (int j = 0; j < pack; ++j) sums[j] += values[j];
+      for (unsigned k = 0; k < 8; ++k) {
+        const unsigned p = first + k * helpers;
+        in[k] = p < gridDim.y ? __ldcg(reinterpret_cast<const uint4*>(own + p * across + at)) : uint4{};
+      }
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        C values[pack];
+        widen_pack<C>(values, in[k]);
+#pragma unroll
+        for (int j = 0; j < pack; ++j) sums[j] += values[j];
+      }
     }
 #pragma unroll
     for (int j = 0; j < pack; ++j) space[helper][at + j] = sums[j];
@@ -291,26 +319,26 @@ __global__ void __launch_bounds__(column_threads, sizeof(compute<T>) == 8 ? 2 : 
   if (thread < across && to < columns) into[to] = narrow<T>(total / divisor);
 }
 
-// The parts, and with them the bits, depend on nothing but the sizes.
-template <class T, int width>
-void launch_sum_columns(Tensor& into, const StridedRows<T, width>& source, double divisor) {
+// The parts, and with them the bits, depend on nothing but the sizes and the device.
+template <class T, class Rows>
+void launch_sum_columns(Tensor& into, const Rows& source, int64_t rows, int64_t columns, double divisor) {
   using C = compute<T>;
-  const int64_t rows = source.summed.count, columns = source.kept.count;
-  using Layout = ColumnLayout<width>;
+  using Layout = ColumnLayout<Rows::width>;
   const cudaStream_t stream = stream_of(into);
-  // Enough blocks for any device, each with enough to do.
+  // As many blocks as run at once; four times as many where they are too many for that to come out even.
   const int64_t blocks = (columns + Layout::across - 1) / Layout::across;
-  const int64_t wanted = std::max<int64_t>(1, most_tickets / 2 / blocks);
-  const int64_t part =
-      std::max<int64_t>(4, (rows + wanted * Layout::groups - 1) / (wanted * Layout::groups)) * Layout::groups;
+  const int64_t at_once = column_blocks * properties(into.device()).multiProcessorCount;
+  const int64_t wanted = blocks > most_tickets ? 1 : (4 * blocks > at_once ? 4 : 1) * at_once / blocks;
+  const int64_t each = std::max<int64_t>(1, wanted) * Layout::groups;
+  const int64_t part = std::max<int64_t>(4, (rows + each - 1) / each) * Layout::groups;
   const int64_t parts = std::max<int64_t>(1, (rows + part - 1) / part);
   Tensor space;
   if (parts > 1)
     space = Tensor::empty(Shape{blocks * parts * Layout::across}, sizeof(C) == 8 ? f64 : f32, into.device());
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(parts));
-  launch<sum_columns<T, width>>("sum_to", grid, column_threads, stream, write<T>(into),
-                                parts > 1 ? write<C>(space) : nullptr, tickets_of(into.device()), source,
-                                rows, columns, part, C(divisor));
+  launch<sum_columns<T, Rows>>("sum_to", grid, column_threads, stream, write<T>(into),
+                               parts > 1 ? write<C>(space) : nullptr, tickets_of(into.device()), source, rows,
+                               columns, part, C(divisor));
 }
 
 // 8 rows of threads share the parts of each output.
@@ -351,10 +379,15 @@ void sum_leading(Tensor& into, const Tensor& from, int summed_axes, double divis
         width > 1 && kept.axes == 1 && kept.step[0][0] == 1 && kept.count % width == 0 && is_aligned(data);
     for (int axis = 0; axis < summed.axes; ++axis) packs = packs && summed.step[0][axis] % width == 0;
     if (by_column) {
-      if (packs)
-        launch_sum_columns(into, StridedRows<T, width>{data, summed, kept}, divisor);
+      const auto sum = [&](const auto& source) {
+        launch_sum_columns<T>(into, source, summed.count, kept.count, divisor);
+      };
+      if (packs && summed.axes <= 1)
+        sum(EvenRows<T>{data, summed.step[0][0]});
+      else if (packs)
+        sum(StridedRows<T, width>{data, summed, kept});
       else
-        launch_sum_columns(into, StridedRows<T, 1>{data, summed, kept}, divisor);
+        sum(StridedRows<T, 1>{data, summed, kept});
       return;
     }
     // Enough blocks for any device, each with enough to do.

@@ -135,10 +135,24 @@ TEST_F(CudaTensor, SumsOverAnyAxes) {
                                {5001, 8},
                                {3, 70000},
                                {33001, 16},
-                               {2500, 768}})
+                               {2500, 768},
+                               {40000, 136},
+                               {700, 9216}})
       agree(shape, {shape[1]}, {0, 1});
     agree({300, 2, 128}, {128}, {0, 1, 2});
     agree({2, 300, 128}, {128}, {1, 0, 2});
+    // Views: rows with gaps, rows that do not begin on multiples of 16 bytes, rows in another order.
+    const Tensor x = randn({70, 30, 136}, 0.5, 1, dtype), y = x.to(cuda);
+    using View = Tensor (*)(const Tensor&);
+    for (const View view : {View([](const Tensor& t) { return t.slice(2, 0, 128); }),
+                            View([](const Tensor& t) { return t.slice(2, 1, 129); }),
+                            View([](const Tensor& t) { return t.transpose(0, 1); }),
+                            View([](const Tensor& t) { return t.transpose(0, 1).slice(2, 3, 130); })}) {
+      const Tensor got = sum_to(view(y), {view(y).size(2)}, 3);
+      EXPECT_LT(difference(got, sum_to(view(x), {view(x).size(2)}, 3)), tolerance)
+          << dtype << view(x).strides();
+      EXPECT_EQ(sum_to(view(y), {view(y).size(2)}, 3).to_vector<double>(), got.to_vector<double>());
+    }
   }
 }
 
