@@ -369,7 +369,7 @@ Algorithm fastest(const Plan& plan, const Library& cublas, const Prepared& ready
 
   // In turns, so that all meet the same clock rates.
   const Stopwatch watch;
-  const int rounds = 4, runs = multiply_adds(plan) < 2e10 ? 8 : 2;
+  const int rounds = 4, runs = multiply_adds(plan) < 2e10 ? 8 : 2;  // enough for what events resolve
   std::vector<float> least(alike.size(), std::numeric_limits<float>::infinity());
   for (int round = 0; round < rounds; ++round)
     for (size_t i = 0; i < alike.size(); ++i) {
