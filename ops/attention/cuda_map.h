@@ -62,6 +62,28 @@ MapTable map_table(const torus::detail::AttentionProblem& problem);
 /// holds.
 MapTable document_table(const torus::detail::AttentionProblem& problem);
 
+/// What kernels need of a grouped side of a map, in device memory: see GroupedSide.
+struct GroupedView {
+  const int32_t* owners;  // tokens of the tiles of a group, 64 each, and of the next; -1: none
+  const int32_t *first, *entries, *lists, *last_visitor;
+  const uint32_t* fragments;  // atoms, as MapView::fragments
+};
+
+/// The sides of all batches and heads: that of (b, h) is views[b * batch_step + h * head_step].
+struct GroupedTable {
+  const GroupedView* views;
+  int64_t batch_step, head_step, groups;  // groups: the most of any
+  bool gathers, contiguous, uniform;
+  __device__ const GroupedView& of(int64_t b, int64_t h) const {
+    return views[b * batch_step + h * head_step];
+  }
+};
+
+/// One side of the maps of a problem on its device, `group` tiles of owners by `width` 64s of others; made
+/// once and kept with the mask.
+GroupedTable grouped_table(const torus::detail::AttentionProblem& problem, torus::detail::Side side,
+                           int group, int width);
+
 /// Arrays one after another in device memory, made up on the host and copied at once.
 class DeviceBlock {
  public:

@@ -99,7 +99,7 @@ std::string refusal(const AttentionProblem& p) {
   if (std::max(p.width(), p.value_width()) > 256) return "it takes widths of at most 256";
   const cudaDeviceProp& device = properties(p.q.device());
   if (device.major < 8) return "the device is older than sm_80";
-  if (shared_memory(padded_width(p)) + (size_t{8} << 10) > device.sharedMemPerBlockOptin)
+  if (shared_memory(padded_width(p)) + static_memory > device.sharedMemPerBlockOptin)
     return "the device has too little shared memory for this width";
   if (p.bias.size() > max_terms) return "it takes at most 4 biases";
   return "";

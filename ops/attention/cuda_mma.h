@@ -127,15 +127,16 @@ struct BlockAddress {
     return row_start + rows * width * 2 + (place ^ columns * 2);
   }
 };
-/// For a left operand stored by rows, and (transposed) for a right one stored by its rows.
+/// For a left operand stored by rows, and (transposed) for a right one stored by its rows. The bits of
+/// `column` are none of those of columns that are asked for.
 template <int width>
-__device__ inline BlockAddress<width> down_first(const void* tile, int row, int lane) {
-  return {tile, row + lane % 16, lane / 16 * 8};
+__device__ inline BlockAddress<width> down_first(const void* tile, int row, int lane, int column = 0) {
+  return {tile, row + lane % 16, column + lane / 16 * 8};
 }
 /// For a right operand stored by its columns.
 template <int width>
-__device__ inline BlockAddress<width> across_first(const void* tile, int row, int lane) {
-  return {tile, row + lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8};
+__device__ inline BlockAddress<width> across_first(const void* tile, int row, int lane, int column = 0) {
+  return {tile, row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 8};
 }
 
 /// Starts to fill a tile: row i is that of `token(i)`, or zeros where that is negative. Columns beyond
@@ -143,20 +144,28 @@ __device__ inline BlockAddress<width> across_first(const void* tile, int row, in
 template <class T, int width, int rows, int threads, class Token>
 __device__ inline void load_tile(char* tile, const T* head, int64_t stride, int columns, bool packs,
                                  const Token& token) {
-  constexpr int chunks = width / 8;
-  static_assert(rows * chunks % threads == 0);
-  static_assert(threads % chunks == 0);
+  constexpr int chunks = width / 8, at_once = threads / chunks;
+  static_assert(rows % at_once == 0 && threads % chunks == 0);
   if (packs) {
     uint32_t thread = threadIdx.x;
     here(thread);
-    const int first = static_cast<int>(thread) / chunks, chunk = static_cast<int>(thread) % chunks;
+    const int first = static_cast<int>(thread) / chunks, column = static_cast<int>(thread) % chunks * 8;
+    const uint32_t to = shared_address(tile) + offset_in_tile<width>(first, column);
+    const char* const from = reinterpret_cast<const char*>(head + column);
+    const auto row_bytes = static_cast<int32_t>(stride) * 2;
+    // All tokens first: copies are not moved past reads.
+    int32_t tokens[rows / at_once];
 #pragma unroll
-    for (int n = 0; n < rows * chunks / threads; ++n) {
-      const int row = n * (threads / chunks) + first;
-      const int64_t t = token(row);
-      const bool there = t >= 0 && chunk * 8 < columns;
-      copy_16_async(shared_address(tile) + offset_in_tile<width>(row, chunk * 8),
-                    there ? head + t * stride + chunk * 8 : head, there);
+    for (int n = 0; n < rows / at_once; ++n)
+      tokens[n] = column < columns ? static_cast<int32_t>(token(n * at_once + first)) : -1;
+#pragma unroll
+    for (int n = 0; n < rows / at_once; ++n) {
+      // Rows that a thread copies lie multiples of 8 apart, so that their chunks have one place, or 4.
+      const uint32_t at = at_once % 8 == 0
+                              ? to + n * at_once * width * 2
+                              : shared_address(tile) + offset_in_tile<width>(n * at_once + first, column);
+      const bool there = tokens[n] >= 0;
+      copy_16_async(at, from + int64_t{there ? tokens[n] : 0} * row_bytes, there);
     }
     return;
   }
@@ -171,26 +180,27 @@ __device__ inline void load_tile(char* tile, const T* head, int64_t stride, int 
   }
 }
 
-/// Writes 16 rows that a warp holds in accumulators, times a factor a row, through rows of a tile that no
-/// other warp uses. Row i goes to that of `token(i)`, or nowhere where that is negative.
-template <class T, int width, class Token>
-__device__ inline void store_rows(char* tile, int first_row, const float (&c)[width / 8][4],
-                                  const float (&factor)[2], T* head, int64_t stride, int columns, bool packs,
-                                  const Token& token) {
-  constexpr int chunks = width / 8;
+/// Writes an accumulator, times a factor a row, to 16 rows and 8 columns of a tile.
+template <class T, int width>
+__device__ inline void put(char* tile, int row, int column, const float (&c)[4], float factor,
+                           float factor_8) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  __syncwarp();
 #pragma unroll
-  for (int j = 0; j < chunks; ++j)
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = first_row + lane / 4 + 8 * h;
-      *reinterpret_cast<uint32_t*>(tile + offset_in_tile<width>(row, 8 * j) + lane % 4 * 4) =
-          pack<T>(c[j][2 * h] * factor[h], c[j][2 * h + 1] * factor[h]);
-    }
-  __syncwarp();
+  for (int h = 0; h < 2; ++h) {
+    const float by = h ? factor_8 : factor;
+    *reinterpret_cast<uint32_t*>(tile + offset_in_tile<width>(row + lane / 4 + 8 * h, column) +
+                                 lane % 4 * 4) = pack<T>(c[2 * h] * by, c[2 * h + 1] * by);
+  }
+}
+
+/// Copies `rows` rows of a tile from `first_row` on, by threads 0 to `threads` of some: row i goes to that of
+/// `token(i)`, or nowhere where that is negative.
+template <class T, int width, class Token>
+__device__ inline void store_tile(const char* tile, int first_row, int rows, int thread, int threads, T* head,
+                                  int64_t stride, int columns, bool packs, const Token& token) {
+  constexpr int chunks = width / 8;
 #pragma unroll 1
-  for (int i = lane; i < 16 * chunks; i += 32) {
+  for (int i = thread; i < rows * chunks; i += threads) {
     const int row = i / chunks, column = i % chunks * 8;
     const int64_t t = token(row);
     if (t < 0 || column >= columns) continue;
@@ -202,6 +212,20 @@ __device__ inline void store_rows(char* tile, int first_row, const float (&c)[wi
     else
       for (int e = 0; e < 8 && column + e < columns; ++e) to[e] = pack.at[e];
   }
+}
+
+/// Writes 16 rows that a warp holds in accumulators, times a factor a row, through rows of a tile that no
+/// other warp uses. Row i goes to that of `token(i)`, or nowhere where that is negative.
+template <class T, int width, class Token>
+__device__ inline void store_rows(char* tile, int first_row, const float (&c)[width / 8][4],
+                                  const float (&factor)[2], T* head, int64_t stride, int columns, bool packs,
+                                  const Token& token) {
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < width / 8; ++j) put<T, width>(tile, first_row, 8 * j, c[j], factor[0], factor[1]);
+  __syncwarp();
+  store_tile<T, width>(tile, first_row, 16, static_cast<int>(threadIdx.x) % 32, 32, head, stride, columns,
+                       packs, token);
 }
 
 // ------------------------------------------------------------------------------------ the walk over a map
@@ -217,16 +241,18 @@ __device__ inline int64_t owner(const SideView& side, int64_t tile, int row) {
   return i < side.order_first[tile + 1] ? side.order_tokens[i] : -1;
 }
 
-/// Up to 64 others that are visited at once.
-struct Block {
-  const int32_t* list;      // their tokens; null: `first` and those after it
-  const uint32_t* bits[2];  // for each tile of owners; null: every pair is allowed
-  bool visits[2];           // whether the tile visits this block at all
-  int32_t first, count;
-  int32_t member;  // which of the heads that a block of threads goes through
-  /// Token of other i, -1 beyond them.
-  __device__ int32_t token(int i) const { return i >= count ? -1 : list ? list[i] : first + i; }
-};
+inline constexpr int32_t block_size = tile_size;
+
+/// Word of the bits of an accumulator (8 j + 2 t + c, t = lane % 4) whose column is below `count`.
+__device__ inline uint32_t columns_below(int count, int lane) {
+  uint32_t word = 0;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int left = count - 8 * j - lane % 4 * 2;
+    word |= (left > 1 ? 0xfu : left == 1 ? 0x5u : 0u) << 4 * j;
+  }
+  return word;
+}
 
 /// A side of the map of one head.
 struct MapSide {
@@ -234,49 +260,65 @@ struct MapSide {
   const uint32_t* fragments;
 };
 
-/// What a block of threads visits, in shared memory: one thread writes some blocks ahead. With two tiles of
-/// owners (then nothing gathers) their visits are merged: what both visit from one token on, they visit
-/// together.
+/// A place in a walk: which entry, and from which of its others on.
+struct Place {
+  int entry = 0;
+  int32_t offset = 0;
+};
+
+/// What a block of threads visits, in shared memory: one thread writes some entries ahead. Threads go through
+/// it together, 64 others at a time, a round each, and meet between rounds. With two tiles of owners (then
+/// nothing gathers) their visits are merged: what both visit from one token on, they visit together.
 template <int tiles>
 class Walk {
  public:
-  static constexpr int capacity = 16, at_once = 4;
+  /// Others that are visited together; more than 64 only where every pair is allowed.
+  struct Entry {
+    const int32_t* list;          // their tokens; null: `first` and those after it
+    const uint32_t* bits[tiles];  // for each tile of owners; null: every pair is allowed
+    bool visits[tiles];           // whether the tile visits these at all
+    int32_t first, count;
+    int32_t member;  // which of the heads that a block of threads goes through
+  };
 
-  /// By one thread. `side_of(member)` is the map's side for each of the heads that are gone through.
+  /// By one thread, before round 0. `side_of(member)` is the map's side for each of the heads that are gone
+  /// through.
   template <class Sides>
   __device__ void start(const Sides& side_of, int64_t tile, int members) {
-    filled_ = 0, member_ = 0, members_ = members;
+    made_ = 0, member_ = 0, members_ = members;
     Cursor cursors[tiles];
     begin(cursors, side_of(0), tile);
     save(cursors);
     fill(side_of, tile);
+    filled_[0] = made_;
   }
-
-  /// By one thread: writes up to `at_once` further blocks.
+  /// By one thread, in each round: sees to it that in the next one there are entries for the place after
+  /// `next` and the one after that, if there are that many.
   template <class Sides>
-  __device__ void fill(const Sides& side_of, int64_t tile) {
-    int made = filled_, member = member_;
-    Cursor cursors[tiles];
-#pragma unroll
-    for (int i = 0; i < tiles; ++i) cursors[i] = saved_[i];
-    for (const int until = made + at_once; made < until && member < members_;) {
-      const MapSide map = side_of(member);
-      Block& block = blocks_[made % capacity];
-      block.member = member;
-      if (next(cursors, map, block))
-        ++made;
-      else if (++member < members_)
-        begin(cursors, side_of(member), tile);
-    }
-    save(cursors);
-    member_ = member;
-    filled_ = made;
+  __device__ void keep_ahead(int round, Place next, const Sides& side_of, int64_t tile) {
+    if (member_ < members_ && next.entry + 3 >= made_) fill(side_of, tile);
+    filled_[(round + 1) % 2] = made_;
   }
 
-  __device__ const Block& operator[](int i) const { return blocks_[i % capacity]; }
-  /// Blocks written so far; more will follow only if this is a multiple of `at_once`. Not to be asked while a
-  /// thread fills: volatile, lest the compiler ask then.
-  __device__ int filled() const { return *const_cast<const volatile int*>(&filled_); }
+  __device__ bool has(int round, Place p) const { return p.entry < filled_[round % 2]; }
+  __device__ const Entry& entry(Place p) const { return entries_[p.entry % capacity]; }
+  __device__ Place after(Place p) const {
+    return p.offset + block_size < entry(p).count ? Place{p.entry, p.offset + block_size}
+                                                  : Place{p.entry + 1, 0};
+  }
+  /// The up to 64 others at `p`: their number, and the token of one of them, -1 beyond.
+  __device__ int32_t count(Place p) const { return min(entry(p).count - p.offset, block_size); }
+  __device__ int32_t token(Place p, int i) const {
+    const Entry& e = entry(p);
+    return i >= e.count - p.offset ? -1 : e.list ? e.list[i] : e.first + p.offset + i;
+  }
+  /// Which of a lane's pairs in 16 rows of a tile are allowed: bit 4 j + e is element e of accumulator j.
+  __device__ uint32_t allowed(Place p, int tile, int rows_of_16, int lane) const {
+    const uint32_t* const bits = entry(p).bits[tile];
+    const uint32_t word = bits ? bits[32 * rows_of_16 + lane] : ~0u;
+    const int32_t there = count(p);
+    return there < block_size ? word & columns_below(there, lane) : word;
+  }
 
  private:
   // What is left of a tile's visits: the rest of one, and those after it.
@@ -293,7 +335,10 @@ class Walk {
       }
       return true;
     }
-    __device__ int32_t count() const { return static_cast<int32_t>(left < tile_size ? left : tile_size); }
+    // Of others that can be visited together.
+    __device__ int32_t count() const {
+      return static_cast<int32_t>(whole() || left < tile_size ? left : tile_size);
+    }
     __device__ bool whole() const { return kind == Visit::Kind::interval; }
   };
 
@@ -317,25 +362,26 @@ class Walk {
     for (int i = 0; i < tiles; ++i) saved_[i] = cursors[i];
   }
 
-  __device__ static void take(int i, Cursor& cursor, int32_t count, const MapSide& map, Block& block) {
+  __device__ static void take(int i, Cursor& cursor, int32_t count, const MapSide& map, Entry& to) {
     const bool gathers = cursor.kind == Visit::Kind::gather;
-    block.list = gathers ? map.side->lists + cursor.first : nullptr;
-    block.first = gathers ? 0 : static_cast<int32_t>(cursor.first);
-    block.count = count;
-    block.visits[i] = true;
-    block.bits[i] = nullptr;
+    to.list = gathers ? map.side->lists + cursor.first : nullptr;
+    to.first = gathers ? 0 : static_cast<int32_t>(cursor.first);
+    to.count = count;
+    to.visits[i] = true;
+    to.bits[i] = nullptr;
     if (!cursor.whole()) {
       const int32_t id = map.side->atom_ids[cursor.atoms++];
-      if (id >= 0) block.bits[i] = map.fragments + int64_t{128} * id;
+      if (id >= 0) to.bits[i] = map.fragments + int64_t{128} * id;
     }
     cursor.first += count, cursor.left -= count;
   }
 
-  __device__ static bool next(Cursor (&cursors)[tiles], const MapSide& map, Block& block) {
-    block.visits[0] = block.visits[1] = false;
+  __device__ static bool next(Cursor (&cursors)[tiles], const MapSide& map, Entry& to) {
+#pragma unroll
+    for (bool& visits : to.visits) visits = false;
     if constexpr (tiles == 1) {
       if (!cursors[0].at_visit()) return false;
-      take(0, cursors[0], cursors[0].count(), map, block);
+      take(0, cursors[0], cursors[0].count(), map, to);
       return true;
     } else {
       Cursor &a = cursors[0], &b = cursors[1];
@@ -346,16 +392,16 @@ class Walk {
         const int32_t in_a = a.count(), in_b = b.count();
         const int32_t count = a.whole() && b.whole() ? min(in_a, in_b) : a.whole() ? in_b : in_a;
         if (a.whole() ? in_a >= count : b.whole() ? in_b >= count : in_a == in_b) {
-          take(0, a, count, map, block);
-          take(1, b, count, map, block);
+          take(0, a, count, map, to);
+          take(1, b, count, map, to);
           return true;
         }
       }
       const bool first = !has_b || (has_a && (a.first < b.first || (a.first == b.first && !a.whole())));
       if (first)
-        take(0, a, cut(a, b, has_b), map, block);
+        take(0, a, cut(a, b, has_b), map, to);
       else
-        take(1, b, cut(b, a, has_a), map, block);
+        take(1, b, cut(b, a, has_a), map, to);
       return true;
     }
   }
@@ -367,28 +413,29 @@ class Walk {
     return has_other && mine.whole() && before > 0 && before < count ? static_cast<int32_t>(before) : count;
   }
 
-  Block blocks_[capacity];
-  int filled_, member_, members_;
+  // Up to `at_once` further entries.
+  template <class Sides>
+  __device__ void fill(const Sides& side_of, int64_t tile) {
+    Cursor cursors[tiles];
+#pragma unroll
+    for (int i = 0; i < tiles; ++i) cursors[i] = saved_[i];
+    for (const int until = made_ + at_once; made_ < until && member_ < members_;) {
+      Entry& to = entries_[made_ % capacity];
+      to.member = member_;
+      if (next(cursors, side_of(member_), to))
+        ++made_;
+      else if (++member_ < members_)
+        begin(cursors, side_of(member_), tile);
+    }
+    save(cursors);
+  }
+
+  static constexpr int capacity = 16, at_once = 4;
+  Entry entries_[capacity];
+  volatile int filled_[2];  // entries that there are in even and in odd rounds
+  int made_, member_, members_;
   Cursor saved_[tiles];
 };
-
-/// Word of the bits of an accumulator (8 j + 2 t + c, t = lane % 4) whose column is below `count`.
-__device__ inline uint32_t columns_below(int count, int lane) {
-  uint32_t word = 0;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int left = count - 8 * j - lane % 4 * 2;
-    word |= (left > 1 ? 0xfu : left == 1 ? 0x5u : 0u) << 4 * j;
-  }
-  return word;
-}
-
-/// Which of a lane's pairs in 16 rows are allowed: bit 4 j + e is element e of accumulator j.
-__device__ inline uint32_t allowed_pairs(const Block& block, int tile, int rows_of_16, int lane) {
-  const uint32_t* const bits = block.bits[tile];
-  const uint32_t word = bits ? bits[32 * rows_of_16 + lane] : ~0u;
-  return block.count < tile_size ? word & columns_below(block.count, lane) : word;
-}
 
 // ---------------------------------------------------------------------------------------- blocks of a grid
 
@@ -549,6 +596,9 @@ __device__ inline void finish_scores(float (&s)[8][4], uint32_t (&slope)[8][2], 
 
 void run_forward(const AttentionProblem& problem, Tensor& out, Tensor& lse);
 void run_backward(const AttentionProblem& problem, torus::detail::AttentionGradients& gradients);
+/// The same in one pass; false, with nothing done, where it is not made for the problem.
+bool run_one_pass_backward(const AttentionProblem& problem, torus::detail::AttentionGradients& gradients,
+                           const Tensor& d_out);
 
 /// What backward needs of each query row: lse in units of log 2 (infinity where there is no key, so that
 /// weights are 0), delta = rowsum(dO * O) - dLSE, and the word of its dropout.
@@ -567,8 +617,9 @@ Operand operand(const Tensor& x);
 bool packs(const Tensor& x);
 /// The width that kernels are made for: 64, 128 or 256.
 int padded_width(const AttentionProblem& problem);
-/// Shared memory that the widest of the kernels needs.
+/// Shared memory that kernels of this width need at least, beside `static_memory`.
 size_t shared_memory(int padded_width);
+inline constexpr size_t static_memory = size_t{4} << 10;
 
 /// Whether scores are more than products times a positive scale.
 bool general_scores(const AttentionProblem& problem);

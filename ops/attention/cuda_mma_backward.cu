@@ -1,7 +1,7 @@
 // Backward of attention on tensor cores. Keys own blocks of threads for dK and dV, then queries for dQ: each
 // recomputes scores, so every sum has one owner and one order, whatever the map. A warp holds 16 owners by 64
-// others in registers, from which weights and their gradients go into the second products. Where order does
-// not matter, keys add to dQ as well, and nothing is computed twice.
+// others in registers, from which weights and their gradients go into the second products. For what
+// `cuda_mma_one_pass.cu` is not made for.
 #include "torus/ops/attention/cuda_mma.h"
 
 namespace torus::gpu::mma {
@@ -67,8 +67,6 @@ __global__ void __launch_bounds__(256) compute_rows(const __grid_constant__ RowA
 struct BackwardArguments {
   Operand q, k, v, d_out;
   Operand dq, dk, dv;  // data null: not wanted
-  float* dq_sum;       // [B, H, Nq, dq_step], of keys that add to it
-  int64_t dq_step;
   RowNumbers rows;
   int64_t heads, kv_heads, queries;
   int width, value_width;
@@ -78,29 +76,14 @@ struct BackwardArguments {
   Schedule schedule;
 };
 
-// Queries and output gradients (or keys and values) are read one block ahead, if the shared memory suffices.
-template <int width>
-constexpr int stages = width <= 128 ? 2 : 1;
-template <int width, bool adds_dq = false>
-constexpr size_t backward_memory = size_t{64} * width * 2 *
-                                   (2 + 2 * stages<width>)+(adds_dq ? 64 * 64 * 2 : 0);
+template <int width, int stages>
+constexpr size_t backward_memory = size_t{64} * width * 2 * (2 + 2 * stages);
 
-// *to += x and to[1] += y, in any order. A multiple of 8 bytes.
-__device__ inline void add_two(float* to, float x, float y) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
-#else
-  atomicAdd(to, x);
-  atomicAdd(to + 1, y);
-#endif
-}
-
-// Owners x (keys: k, v; queries: q, dO) and others y. Keys: dK if `of_scores`, dV if `of_weights`, and what
-// they add to dQ if `adds_dq`. Queries: dQ.
-template <class T, int width, Side owners, bool of_scores, bool of_weights, bool adds_dq, bool general>
+// Owners x (keys: k, v; queries: q, dO) and others y, which are read a block ahead if there are two stages.
+// Keys: dK if `of_scores`, dV if `of_weights`. Queries: dQ.
+template <class T, int width, Side owners, bool of_scores, bool of_weights, bool general, int stages>
 __global__ void __launch_bounds__(threads) backward(const __grid_constant__ BackwardArguments a) {
-  static_assert(owners == Side::key || (of_scores && !of_weights && !adds_dq));
-  static_assert(!adds_dq || (of_scores && stages<width> == 2));
+  static_assert(owners == Side::key || (of_scores && !of_weights));
   constexpr bool keys_own = owners == Side::key;
   constexpr bool keep_x = width == 64;  // in registers
   extern __shared__ __align__(128) char memory[];
@@ -111,7 +94,6 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
   char* const x1_tile = memory;
   char* const x2_tile = x1_tile + tile_bytes;
   char* const y_tiles = x2_tile + tile_bytes;
-  [[maybe_unused]] char* const ds_tile = y_tiles + 2 * stages<width> * tile_bytes;  // [64 keys, 64 queries]
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
 
   int64_t tile, matrix;
@@ -141,7 +123,6 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
   [[maybe_unused]] auto x2_block = down_first<width>(x2_tile, 16 * warp, lane);
   const float to_log2 = (general ? 1 : a.scores.scale) * log2_e;
 
-  [[maybe_unused]] uint32_t own_rows = 0;  // pairs of rows that have a token: others must add nothing to dQ
   // Of the lane's rows: their tokens, and, where these are queries, their numbers.
   int64_t own_tokens[2];
   [[maybe_unused]] float own_lse[2] = {}, own_delta[2] = {};
@@ -149,7 +130,6 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     own_tokens[half] = own_token(16 * warp + lane / 4 + 8 * half);
-    if (own_tokens[half] >= 0) own_rows |= 0x33333333u << 2 * half;
     if (!keys_own && own_tokens[half] >= 0) {
       const int64_t row = matrix * a.queries + own_tokens[half];
       own_lse[half] = a.rows.lse[row];
@@ -158,14 +138,14 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     }
   }
 
-  const auto load = [&](int i) {
-    const int stage = stages<width> == 2 ? i % 2 : 0;
-    const int64_t h = keys_own ? first_head + walk[i].member : own_head / group;
+  const auto load = [&](int i, Place place) {
+    const int stage = i % stages, member = walk.entry(place).member;
+    const int64_t h = keys_own ? first_head + member : own_head / group;
     const int32_t* const at = tokens[i % 3];
-    const auto token = [&](int row) { return int64_t{at[row]}; };
+    const auto token = [&](int row) { return at[row]; };
     char* const y1_tile = y_tiles + stage * tile_bytes;
     load_tile<T, width, 64, threads>(y1_tile, y1.of<const T>(b, h), y1.row, a.width, a.packs, token);
-    load_tile<T, width, 64, threads>(y1_tile + stages<width> * tile_bytes, y2.of<const T>(b, h), y2.row,
+    load_tile<T, width, 64, threads>(y1_tile + stages * tile_bytes, y2.of<const T>(b, h), y2.row,
                                      a.value_width, a.packs, token);
     if (keys_own && thread < tile_size) {
       const bool there = at[thread] >= 0;
@@ -185,27 +165,36 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
       load_matrices(x1_kept[kk], x1_block.at(0, 16 * kk));
       load_matrices(x2_kept[kk], x2_block.at(0, 16 * kk));
     }
-  int filled = walk.filled();  // read while nobody writes it
-  if (thread < tile_size)
-    for (int i = 0; i < 2 && i < filled; ++i) tokens[i][thread] = walk[i].token(thread);
-  __syncthreads();
-  if (filled > 0) load(0);
+  Place next;  // of block i + 1
+  bool more = walk.has(0, next);
+  if (more) {
+    if (thread < tile_size) {
+      tokens[0][thread] = walk.token(next, thread);
+      const Place second = walk.after(next);
+      if (walk.has(0, second)) tokens[1][thread] = walk.token(second, thread);
+    }
+    __syncthreads();
+    load(0, next);
+  }
 
-  for (int i = 0; i < filled; ++i) {
+  for (int i = 0; more; ++i) {
     wait_for_copies();
     __syncthreads();  // block i is there, all before is done with
-    if (i % walk.at_once == 1) filled = walk.filled();
-    const Block& block = walk[i];
-    const int stage = stages<width> == 2 ? i % 2 : 0;
-    if (i % walk.at_once == 0 && thread == 0) walk.fill(side_of, tile);
-    if (stages<width> == 2 && i + 1 < filled) load(i + 1);
+    const int stage = i % stages;
+    const uint32_t allowed = walk.allowed(next, 0, warp, lane);
+    [[maybe_unused]] const int member = walk.entry(next).member;
+    next = walk.after(next);
+    more = walk.has(i, next);
+    if (thread == 0) walk.keep_ahead(i, next, side_of, tile);
+    if (stages == 2 && more) load(i + 1, next);
     int32_t later_token = -1;
-    if (thread < tile_size && i + 2 < filled) later_token = walk[i + 2].token(thread);
+    if (thread < tile_size && more) {
+      const Place later = walk.after(next);
+      if (walk.has(i, later)) later_token = walk.token(later, thread);
+    }
 
     const char* const y1_tile = y_tiles + stage * tile_bytes;
-    const char* const y2_tile = y1_tile + stages<width> * tile_bytes;
-    uint32_t allowed = allowed_pairs(block, 0, warp, lane);
-    if constexpr (adds_dq) allowed &= own_rows;
+    const char* const y2_tile = y1_tile + stages * tile_bytes;
     x1_block.computed_here(), x2_block.computed_here();
 
     // Products of x1 and y1, and of x2 and y2: scores and gradients of weights.
@@ -239,7 +228,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     const auto column_token = [&](int j, int c) -> int64_t {
       return tokens[i % 3][8 * j + lane % 4 * 2 + c];
     };
-    [[maybe_unused]] const int64_t query_head = keys_own ? first_head + block.member : own_head;
+    [[maybe_unused]] const int64_t query_head = keys_own ? first_head + member : own_head;
     if constexpr (general)
       finish_scores<T, !keys_own>(s, slope, a.scores, b, query_head, own_tokens, column_token);
 
@@ -326,62 +315,16 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
         }
       }
     };
-    if constexpr (adds_dq)
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = 16 * warp + lane / 4 + 8 * half;
-          *reinterpret_cast<uint32_t*>(ds_tile + offset_in_tile<64>(row, 8 * j) + lane % 4 * 4) =
-              pack<T>(dp[j][2 * half], dp[j][2 * half + 1]);
-        }
     if constexpr (of_weights) multiply_down(d_x2, s, y2_tile);
     if constexpr (of_scores) multiply_down(d_x1, dp, y1_tile);
-    if constexpr (adds_dq) {
-      __syncthreads();
-      // 16 queries a warp, 64 columns at a time.
-      auto ds_block = across_first<64>(ds_tile, 0, lane);
-      auto k_block = down_first<width>(x1_tile, 0, lane);
-      ds_block.computed_here(), k_block.computed_here();
-      float* to[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int32_t token = tokens[i % 3][16 * warp + lane / 4 + 8 * half];
-        const int64_t row = ((b * a.heads + first_head + block.member) * a.queries + token) * a.dq_step;
-        to[half] = token < 0 ? nullptr : a.dq_sum + row + lane % 4 * 2;
-      }
-#pragma unroll
-      for (int first = 0; first < width; first += 64) {
-        float dq[8][4] = {};
-#pragma unroll
-        for (int kk = 0; kk < 4; ++kk) {
-          uint32_t x[4];
-          load_transposed(x, ds_block.at(16 * kk, 16 * warp));
-#pragma unroll
-          for (int j = 0; j < 8; j += 2) {
-            uint32_t y[4];
-            load_transposed(y, k_block.at(16 * kk, first + 8 * j));
-            multiply_add<T>(dq[j], x, y[0], y[1]);
-            multiply_add<T>(dq[j + 1], x, y[2], y[3]);
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            if (to[half] && first + 8 * j + lane % 4 * 2 < a.dq_step)
-              add_two(to[half] + first + 8 * j, dq[j][2 * half], dq[j][2 * half + 1]);
-      }
-    }
 
     if (thread < tile_size) tokens[(i + 2) % 3][thread] = later_token;
-    if constexpr (stages<width> == 1) {
+    if constexpr (stages == 1) {
       __syncthreads();
-      if (i + 1 < filled) load(i + 1);
+      if (more) load(i + 1, next);
     }
   }
 
-  if constexpr (adds_dq) __syncthreads();  // all warps read the keys, whose tile results pass through
   const auto warp_token = [&](int row) { return owner(side, tile, 16 * warp + row); };
   if constexpr (of_scores) {
     const Operand& to = keys_own ? a.dk : a.dq;
@@ -398,24 +341,11 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
   }
 }
 
-// dq = scale * sum, a thread an element.
-template <class T>
-__global__ void __launch_bounds__(256) finish_dq(const __grid_constant__ BackwardArguments a, int64_t count) {
-  const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
-    const int64_t row = i / a.dq_step, column = i % a.dq_step, matrix = row / a.queries;
-    if (column < a.width)
-      a.dq.of<T>(matrix / a.heads, matrix % a.heads)[row % a.queries * a.dq.row + column] =
-          narrow<T>(a.scores.scale * a.dq_sum[i]);
-  }
-}
-
-template <class T, int width, Side owners, bool of_scores, bool of_weights, bool adds_dq = false>
+template <class T, int width, Side owners, bool of_scores, bool of_weights, int stages>
 void launch(const BackwardArguments& arguments, bool general, cudaStream_t stream) {
-  auto kernel = backward<T, width, owners, of_scores, of_weights, adds_dq, false>;
-  if constexpr (!adds_dq)
-    if (general) kernel = backward<T, width, owners, of_scores, of_weights, false, true>;
-  constexpr size_t bytes = backward_memory<width, adds_dq>;
+  const auto kernel = general ? backward<T, width, owners, of_scores, of_weights, true, stages>
+                              : backward<T, width, owners, of_scores, of_weights, false, stages>;
+  constexpr size_t bytes = backward_memory<width, stages>;
   allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
   kernel<<<arguments.schedule.blocks(), threads, bytes, stream>>>(arguments);
   check_launch("attention.backward");
@@ -424,9 +354,9 @@ void launch(const BackwardArguments& arguments, bool general, cudaStream_t strea
 }  // namespace
 
 size_t shared_memory(int padded_width) {
-  return padded_width == 64    ? backward_memory<64, true>
-         : padded_width == 128 ? backward_memory<128, true>
-                               : backward_memory<256>;
+  return padded_width == 64    ? backward_memory<64, 2>
+         : padded_width == 128 ? backward_memory<128, 1>
+                               : backward_memory<256, 1>;
 }
 
 void prepare_rows(const AttentionProblem& p, const torus::detail::AttentionGradients& g, const Tensor& d_out,
@@ -471,6 +401,7 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
     d_out =
         torus::detail::empty_heads(p.batch(), p.heads(), p.queries(), p.value_width(), p.q.dtype(), device)
             .fill_(0);
+  if (run_one_pass_backward(p, g, d_out)) return d_bias.finish(p);
   const HostScores scores(p, d_bias.of_scores);
   const MapTable maps = map_table(p);
   Tensor row_lse = Tensor::empty(g.lse.shape(), f32, device),
@@ -495,8 +426,6 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
                              result(g.dq),
                              result(g.dk),
                              result(g.dv),
-                             nullptr,
-                             0,
                              rows,
                              p.heads(),
                              p.kv_heads(),
@@ -516,25 +445,21 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
     using T = decltype(zero);
     dispatch_width(padded_width(p), [&](auto width) {
       constexpr int w = decltype(width)::value;
-      if constexpr (w <= 128) {
-        if (!p.deterministic && !general && g.dq.defined() && (g.dk.defined() || g.dv.defined())) {
-          const int64_t step = (p.width() + 1) / 2 * 2;
-          Tensor sum = Tensor::zeros({p.batch(), p.heads(), p.queries(), step}, f32, device);
-          BackwardArguments adding = arguments(Side::key);
-          adding.dq_sum = sum.mutable_data<float>();
-          adding.dq_step = step;
-          launch<T, w, Side::key, true, true, true>(adding, false, stream);
-          finish_dq<T><<<blocks_for(sum.numel(), 256), 256, 0, stream>>>(adding, sum.numel());
-          check_launch("attention.backward");
-          return;
+      const auto with_stages = [&](auto stages) {
+        constexpr int n = decltype(stages)::value;
+        if constexpr (w <= 128) {
+          if (g.dk.defined() || g.dv.defined())
+            launch<T, w, Side::key, true, true, n>(arguments(Side::key), general, stream);
+        } else {  // registers hold one of the two
+          if (g.dk.defined()) launch<T, w, Side::key, true, false, n>(arguments(Side::key), general, stream);
+          if (g.dv.defined()) launch<T, w, Side::key, false, true, n>(arguments(Side::key), general, stream);
         }
-        if (g.dk.defined() || g.dv.defined())
-          launch<T, w, Side::key, true, true>(arguments(Side::key), general, stream);
-      } else {  // registers hold one of the two
-        if (g.dk.defined()) launch<T, w, Side::key, true, false>(arguments(Side::key), general, stream);
-        if (g.dv.defined()) launch<T, w, Side::key, false, true>(arguments(Side::key), general, stream);
-      }
-      if (wants_queries) launch<T, w, Side::query, true, false>(arguments(Side::query), general, stream);
+        if (wants_queries) launch<T, w, Side::query, true, false, n>(arguments(Side::query), general, stream);
+      };
+      if constexpr (w == 128)
+        if (properties(device).sharedMemPerBlockOptin < backward_memory<w, 2> + static_memory)
+          return with_stages(std::integral_constant<int, 1>{});
+      with_stages(std::integral_constant < int, w <= 128 ? 2 : 1 > {});
     });
   });
   d_bias.finish(p);

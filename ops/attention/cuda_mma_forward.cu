@@ -22,10 +22,8 @@ struct ForwardArguments {
   Schedule schedule;
 };
 
-template <int width, int tiles>
-constexpr size_t forward_memory() {
-  return static_cast<size_t>(64 * (tiles + 2)) * width * 2;
-}
+template <int width, int tiles, int stages>
+constexpr size_t forward_memory = size_t{64} * (tiles + 2 * stages) * width * 2;
 
 // On a multiprocessor: as many as registers allow without spilling.
 template <int width, int tiles, bool general>
@@ -34,8 +32,9 @@ constexpr int blocks_at_once = tiles == 2 || general || width == 256 ? 2
                                                                      : 3;
 
 // `tiles` of 64 queries, one or two. With two, nothing may gather, and scores are plain. `width` is that of
-// q, k and v, padded.
-template <class T, int width, int tiles, bool general>
+// q, k and v, padded. With two stages keys and values are read a block ahead; with one, values are read while
+// scores are made, and the next keys while these are used.
+template <class T, int width, int tiles, bool general, int stages>
 __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>)
     forward(const __grid_constant__ ForwardArguments a) {
   static_assert(tiles == 1 || !general);
@@ -43,10 +42,11 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
   constexpr bool keep_q = width * tiles <= 128;  // in registers
   extern __shared__ __align__(128) char memory[];
   __shared__ Walk<tiles> walk;
-  __shared__ int32_t tokens[2][tile_size];
+  __shared__ int32_t tokens[3][tile_size];  // of blocks i to i + 2
+  constexpr int tile_bytes = 64 * width * 2;
   char* const q_tile = memory;
-  char* const k_tile = q_tile + 64 * tiles * width * 2;
-  char* const v_tile = k_tile + 64 * width * 2;
+  char* const k_tiles = q_tile + tiles * tile_bytes;
+  char* const v_tiles = k_tiles + stages * tile_bytes;
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
 
   int64_t tile, matrix;
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
 #pragma unroll
   for (int m = 0; m < tiles; ++m) top[m][0] = top[m][1] = -infinity;
   [[maybe_unused]] auto q_block = down_first<width>(q_tile, 16 * tiles * warp, lane);
-  auto k_block = across_first<width>(k_tile, 0, lane);
-  auto v_block = down_first<width>(v_tile, 0, lane);
+  const auto k_block = across_first<width>(k_tiles, 0, lane);
+  const auto v_block = down_first<width>(v_tiles, 0, lane);
   // Plain scores stay products; `unit` makes them scores.
   const float unit = general ? 1 : a.scores.scale, to_log2 = unit * log2_e;
   const float slack = 8 / to_log2;  // weights may grow to 2^8 before sums are rescaled
@@ -97,42 +97,65 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
 #pragma unroll
       for (int m = 0; m < tiles; ++m) load_matrices(q_kept[kk][m], q_block.at(16 * m, 16 * kk));
 
-  const auto load = [&](char* to, const T* head, int64_t stride, int columns, int i) {
+  Place next;  // of block i + 1
+  const auto load = [&](char* to, const T* head, int64_t stride, int columns, int i, Place place) {
     if constexpr (may_gather) {
       load_tile<T, width, 64, threads>(to, head, stride, columns, a.packs,
-                                       [&](int row) { return int64_t{tokens[i % 2][row]}; });
+                                       [&](int row) { return tokens[i % 3][row]; });
     } else {
-      const int32_t first = walk[i].first, count = walk[i].count;
+      const int32_t first = walk.entry(place).first + place.offset, count = walk.count(place);
       load_tile<T, width, 64, threads>(to, head, stride, columns, a.packs,
-                                       [&](int row) { return row < count ? int64_t{first + row} : -1; });
+                                       [&](int row) { return row < count ? first + row : -1; });
     }
   };
-  int filled = walk.filled();  // read while nobody writes it
-  if (filled > 0) {
+  const auto load_keys = [&](int i, Place place) {
+    load(k_tiles + i % stages * tile_bytes, k, a.k.row, a.width, i, place);
+  };
+  const auto load_values = [&](int i, Place place) {
+    load(v_tiles + i % stages * tile_bytes, v, a.v.row, a.value_width, i, place);
+  };
+  bool more = walk.has(0, next);
+  if (more) {
     if constexpr (may_gather) {
-      if (thread < tile_size) tokens[0][thread] = walk[0].token(thread);
+      if (thread < tile_size) {
+        tokens[0][thread] = walk.token(next, thread);
+        const Place second = walk.after(next);
+        if (walk.has(0, second)) tokens[1][thread] = walk.token(second, thread);
+      }
       __syncthreads();
     }
-    load(k_tile, k, a.k.row, a.width, 0);
+    load_keys(0, next);
+    if constexpr (stages == 2) load_values(0, next);
   }
 
-  for (int i = 0; i < filled; ++i) {
+  for (int i = 0; more; ++i) {
     wait_for_copies();
-    __syncthreads();  // keys are there, the values before are done with
-    if (i % walk.at_once == 1) filled = walk.filled();
-    q_block.computed_here(), k_block.computed_here(), v_block.computed_here();
-    const Block& block = walk[i];
-    const bool more = i + 1 < filled;
-    if (i % walk.at_once == 0 && thread == 0) walk.fill(side_of, tile);
-    load(v_tile, v, a.v.row, a.value_width, i);
-    [[maybe_unused]] int32_t next_token = -1;
-    if (may_gather && thread < tile_size && more) next_token = walk[i + 1].token(thread);
-    const bool visits = block.visits[mine];
+    __syncthreads();  // block i is there (with one stage its keys), all before is done with
+    if constexpr (stages == 1) load_values(i, next);
+    const bool visits = walk.entry(next).visits[mine];
+    uint32_t allowed[tiles] = {};
+    if (visits)
+#pragma unroll
+      for (int m = 0; m < tiles; ++m) allowed[m] = walk.allowed(next, mine, first_16 + m, lane);
+    next = walk.after(next);
+    more = walk.has(i, next);
+    if (thread == 0) walk.keep_ahead(i, next, side_of, tile);
+    if constexpr (stages == 2)
+      if (more) {
+        load_keys(i + 1, next);
+        load_values(i + 1, next);
+      }
+    [[maybe_unused]] int32_t later_token = -1;
+    if constexpr (may_gather)
+      if (thread < tile_size && more) {
+        const Place later = walk.after(next);
+        if (walk.has(i, later)) later_token = walk.token(later, thread);
+      }
+    auto k_now = k_block, v_now = v_block;
+    k_now.row_start += i % stages * tile_bytes, v_now.row_start += i % stages * tile_bytes;
+    q_block.computed_here(), k_now.computed_here(), v_now.computed_here();
 
     if (visits) {
-      uint32_t allowed[tiles];
-#pragma unroll
-      for (int m = 0; m < tiles; ++m) allowed[m] = allowed_pairs(block, mine, first_16 + m, lane);
 #pragma unroll
       for (int m = 0; m < tiles; ++m)
 #pragma unroll
@@ -152,7 +175,7 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
           uint32_t keys[4];
-          load_matrices(keys, k_block.at(8 * j, 16 * kk));
+          load_matrices(keys, k_now.at(8 * j, 16 * kk));
 #pragma unroll
           for (int m = 0; m < tiles; ++m) {
             multiply_add<T>(s[m][j], q[m], keys[0], keys[1]);
@@ -163,7 +186,7 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
       if constexpr (general) {
         uint32_t slope[8][2];
         finish_scores<T, true>(s[0], slope, a.scores, b, h, queries, [&](int j, int c) -> int64_t {
-          return tokens[i % 2][8 * j + lane % 4 * 2 + c];
+          return tokens[i % 3][8 * j + lane % 4 * 2 + c];
         });
       }
 
@@ -221,15 +244,18 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
           for (int j = 0; j < 8; ++j)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              const auto key = static_cast<uint32_t>(tokens[i % 2][8 * j + lane % 4 * 2 + e % 2]);
+              const auto key = static_cast<uint32_t>(tokens[i % 3][8 * j + lane % 4 * 2 + e % 2]);
               if (AttentionDropout::mix(row_words[e / 2], key) < a.scores.threshold) s[0][j][e] = 0;
             }
     }
 
-    if (may_gather && thread < tile_size) tokens[(i + 1) % 2][thread] = next_token;
-    wait_for_copies();
-    __syncthreads();  // values are there, keys are done with
-    if (more) load(k_tile, k, a.k.row, a.width, i + 1);
+    if constexpr (may_gather)
+      if (thread < tile_size) tokens[(i + 2) % 3][thread] = later_token;
+    if constexpr (stages == 1) {
+      wait_for_copies();
+      __syncthreads();  // values are there, keys are done with
+      if (more) load_keys(i + 1, next);
+    }
     if (visits) {
 #pragma unroll
       for (int kk = 0; kk < 4; ++kk) {
@@ -242,7 +268,7 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
 #pragma unroll
         for (int j = 0; j < width / 8; j += 2) {
           uint32_t values[4];
-          load_transposed(values, v_block.at(16 * kk, 8 * j));
+          load_transposed(values, v_now.at(16 * kk, 8 * j));
 #pragma unroll
           for (int m = 0; m < tiles; ++m) {
             multiply_add<T>(out[m][j], weights[m], values[0], values[1]);
@@ -272,10 +298,10 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
   }
 }
 
-template <class T, int width, int tiles, bool general>
+template <class T, int width, int tiles, bool general, int stages>
 void launch(const ForwardArguments& arguments, cudaStream_t stream) {
-  const auto kernel = forward<T, width, tiles, general>;
-  constexpr size_t bytes = forward_memory<width, tiles>();
+  const auto kernel = forward<T, width, tiles, general, stages>;
+  constexpr size_t bytes = forward_memory<width, tiles, stages>;
   allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes);
   kernel<<<arguments.schedule.blocks(), threads, bytes, stream>>>(arguments);
   check_launch("attention.forward");
@@ -319,10 +345,17 @@ void run_forward(const AttentionProblem& p, Tensor& out, Tensor& lse) {
     using T = decltype(zero);
     dispatch_width(padded, [&](auto width) {
       constexpr int w = decltype(width)::value;
-      if (general_scores(p)) return launch<T, w, 1, true>(arguments, stream);
+      constexpr int stages = w == 64 ? 2 : 1;
+      if (general_scores(p)) return launch<T, w, 1, true, stages>(arguments, stream);
       if constexpr (w <= 128)
-        if (in_pairs) return launch<T, w, 2, false>(arguments, stream);
-      launch<T, w, 1, false>(arguments, stream);
+        if (in_pairs) {
+          // Two stages are worth it where two blocks of threads still find room.
+          constexpr size_t both = 2 * (forward_memory<w, 2, 2> + static_memory);
+          if (w == 64 || properties(p.q.device()).sharedMemPerMultiprocessor >= both)
+            return launch<T, w, 2, false, 2>(arguments, stream);
+          if constexpr (w == 128) return launch<T, w, 2, false, 1>(arguments, stream);
+        }
+      launch<T, w, 1, false, stages>(arguments, stream);
     });
   });
 }

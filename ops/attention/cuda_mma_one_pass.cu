@@ -1,0 +1,447 @@
+// Backward of attention on tensor cores in one pass, for masks of runs and plain scores. A block of threads
+// owns 128 keys and goes through the queries that see them, 64 at a time. Weights and gradients of scores,
+// computed transposed, pass through shared memory, so that every warp may take other rows of each product: 32
+// of them, which halves what is read of the other side. dQ is summed in f32 in global memory; where order
+// matters, blocks of threads add one after another, the last keys first.
+#include "torus/ops/attention/cuda_mma.h"
+#include "torus/ops/attention/grouped_map.h"
+
+namespace torus::gpu::mma {
+
+using torus::detail::AttentionGradients;
+using torus::detail::GroupedSide;
+
+namespace {
+
+constexpr int threads = 256, warps = threads / 32, stages = 2;
+constexpr int keys = 128, queries = 64;
+
+template <int width>
+struct Shape {
+  static constexpr int key_bytes = keys * width * 2, query_bytes = queries * width * 2;
+  static constexpr int scores_bytes = keys * queries * 2;
+  static constexpr size_t memory = 2 * key_bytes + 2 * stages * query_bytes + 2 * scores_bytes;
+  static constexpr int slab = queries * width / warps;  // what a warp adds to dQ at once
+};
+
+struct OnePassArguments {
+  Operand q, k, v, d_out, dk, dv;  // dk, dv: data null if not wanted
+  float* dq_sum;                   // [B H, blocks of queries, warps, slab]
+  const float *lse, *delta;        // [B H, padded queries]
+  int32_t *taken, *turns;  // turns: whose it is to add, [B H, blocks of queries, warps]; null: in any order
+  int64_t heads, kv_heads, queries, keys, padded_queries, query_blocks;
+  int width, value_width;
+  bool packs, packs_out;
+  float scale;
+  GroupedTable maps;
+  Schedule schedule;
+};
+
+// The block of queries that a thread is at, and how it goes on from there: all threads of a block alike.
+struct Visited {
+  int64_t b, first_head;
+  int32_t group, members, member = -1;
+  int32_t at = 0, end = 0;
+  int32_t first = 0, blocks = 0, ids[2] = {};
+
+  __device__ bool there() const { return member < members; }
+  __device__ void step(const GroupedTable& maps) {
+    if (--blocks > 0) {
+      first += queries;
+      return;
+    }
+    if (++at >= end) {
+      if (++member >= members) return;
+      const GroupedView& map = maps.of(b, first_head + member);
+      at = map.first[group], end = map.first[group + 1];
+    }
+    const int32_t* const entry = maps.of(b, first_head + member).entries + int64_t{5} * at;
+    first = entry[0], blocks = entry[1], ids[0] = entry[3], ids[1] = entry[4];
+  }
+};
+
+// Where element e of accumulator n of a lane lies in a slab: a lane's four together where they are added at
+// once.
+__device__ inline int place_in_slab(int n, int lane, int e) {
+#if __CUDA_ARCH__ >= 900
+  return (n * 32 + lane) * 4 + e;
+#else
+  return (n * 4 + e) * 32 + lane;
+#endif
+}
+__device__ inline void add_four(float* slab, int n, int lane, const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 900
+  float* const to = slab + place_in_slab(n, lane, 0);
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+               "f"(x[3])
+               : "memory");
+#else
+#pragma unroll
+  for (int e = 0; e < 4; ++e) atomicAdd(slab + place_in_slab(n, lane, e), x[e]);
+#endif
+}
+__device__ inline void store_four(float* slab, int n, int lane, const float (&x)[4]) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) slab[place_in_slab(n, lane, e)] = x[e];
+}
+
+template <class T, int width>
+__global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ OnePassArguments a) {
+  using S = Shape<width>;
+  extern __shared__ __align__(128) char memory[];
+  __shared__ __align__(16) float rows[stages][2][queries];  // lse and delta
+  __shared__ int32_t ticket;
+  char* const k_tile = memory;
+  char* const v_tile = k_tile + S::key_bytes;
+  char* const q_tiles = v_tile + S::key_bytes;
+  char* const d_out_tiles = q_tiles + stages * S::query_bytes;
+  char* const p_tile = d_out_tiles + stages * S::query_bytes;  // [keys, queries]
+  char* const ds_tile = p_tile + S::scores_bytes;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+
+  // In order, a block of threads waits for those of later keys: these must have begun before it.
+  int64_t index = blockIdx.x;
+  if (a.turns) {
+    if (thread == 0) ticket = atomicAdd(a.taken, 1);
+    __syncthreads();
+    index = ticket;
+  }
+  int64_t group, matrix;
+  a.schedule.find(index, group, matrix);
+  const int64_t members = a.heads / a.kv_heads, b = matrix / a.kv_heads, kv_head = matrix % a.kv_heads;
+  Visited next{b, kv_head * members, static_cast<int32_t>(group), static_cast<int32_t>(members)};
+  next.step(a.maps);
+
+  const auto key_token = [&](int row) -> int64_t {
+    const int64_t key = group * keys + row;
+    return key < a.keys ? key : -1;
+  };
+  load_tile<T, width, keys, threads>(k_tile, a.k.of<const T>(b, kv_head), a.k.row, a.width, a.packs,
+                                     key_token);
+  load_tile<T, width, keys, threads>(v_tile, a.v.of<const T>(b, kv_head), a.v.row, a.value_width, a.packs,
+                                     key_token);
+  const auto load = [&](const Visited& block, int stage) {
+    const int64_t h = block.first_head + block.member;
+    const auto token = [&](int row) -> int64_t {
+      return block.first + row < a.queries ? block.first + row : -1;
+    };
+    load_tile<T, width, queries, threads>(q_tiles + stage * S::query_bytes, a.q.of<const T>(b, h), a.q.row,
+                                          a.width, a.packs, token);
+    load_tile<T, width, queries, threads>(d_out_tiles + stage * S::query_bytes, a.d_out.of<const T>(b, h),
+                                          a.d_out.row, a.value_width, a.packs, token);
+    if (thread < 2 * queries / 4) {
+      const int which = thread / (queries / 4), row = thread % (queries / 4) * 4;
+      const float* const from =
+          (which ? a.delta : a.lse) + (b * a.heads + h) * a.padded_queries + block.first + row;
+      copy_16_async(shared_address(&rows[stage][which][row]), from, true);
+    }
+  };
+  load(next, 0);
+
+  // Scores: 32 keys by 32 queries a warp. dK and dV: 32 keys by half the width. dQ: 32 queries by a quarter.
+  const int key_32 = warp / 2, half = warp % 2, tile = key_32 / 2, query_32 = warp / 4, quarter = warp % 4;
+  const auto k_block = down_first<width>(k_tile, 32 * key_32, lane);
+  const auto v_block = down_first<width>(v_tile, 32 * key_32, lane);
+  const auto q_across = across_first<width>(q_tiles, 32 * half, lane);
+  const auto d_out_across = across_first<width>(d_out_tiles, 32 * half, lane);
+  const auto p_block = down_first<queries>(p_tile, 32 * key_32, lane);
+  const auto ds_block = down_first<queries>(ds_tile, 32 * key_32, lane);
+  const auto q_down = down_first<width>(q_tiles, 0, lane, width / 2 * half);
+  const auto d_out_down = down_first<width>(d_out_tiles, 0, lane, width / 2 * half);
+  const auto ds_across = across_first<queries>(ds_tile, 0, lane, 32 * query_32);
+  const auto k_down = down_first<width>(k_tile, 0, lane, width / 4 * quarter);
+
+  const float to_log2 = a.scale * log2_e;
+  float dk[2][width / 16][4] = {}, dv[2][width / 16][4] = {};
+  // Rows of keys that there are: others have weights as well, of zeros.
+  uint32_t own[2];
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    own[m] = 0;
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      if (key_token(32 * key_32 + 16 * m + lane / 4 + 8 * e) >= 0) own[m] |= 0x3333u << 2 * e;
+  }
+  int32_t* turn = nullptr;  // to be passed on, when what was added is there
+  const auto pass_on = [&] {
+    if (!turn) return;
+    __syncwarp();
+    if (lane == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+    turn = nullptr;
+  };
+
+  for (int stage = 0; next.there(); stage ^= 1) {
+    wait_for_copies();
+    __syncthreads();  // the block is there, all before is done with
+    const int32_t first = next.first, id = tile == 0 ? next.ids[0] : next.ids[1];
+    const bool visits_0 = next.ids[0] != GroupedSide::none, visits_1 = next.ids[1] != GroupedSide::none;
+    const bool visited = visits_0 || visits_1;  // a group that visits nothing has an entry that says so
+    const int64_t head = next.first_head + next.member;
+    uint32_t allowed[2] = {own[0], own[1]};
+    if (id >= 0) {
+      const uint32_t* const words =
+          a.maps.of(b, head).fragments + int64_t{128} * id + 64 * (key_32 % 2) + lane;
+      allowed[0] &= words[0] >> 16 * half, allowed[1] &= words[32] >> 16 * half;
+    }
+    next.step(a.maps);
+    if (next.there()) load(next, stage ^ 1);
+    const uint32_t in_stage = stage * S::query_bytes;
+
+    float s[2][4][4] = {}, dp[2][4][4] = {};
+    if (id != GroupedSide::none) {
+      const auto multiply = [&](float(&c)[2][4][4], BlockAddress<width> x_block,
+                                BlockAddress<width> y_block) {
+        y_block.row_start += in_stage;
+        x_block.computed_here(), y_block.computed_here();
+#pragma unroll
+        for (int kk = 0; kk < width / 16; ++kk) {
+          uint32_t x[2][4];
+          load_matrices(x[0], x_block.at(0, 16 * kk));
+          load_matrices(x[1], x_block.at(16, 16 * kk));
+#pragma unroll
+          for (int j = 0; j < 4; j += 2) {
+            uint32_t y[4];
+            load_matrices(y, y_block.at(8 * j, 16 * kk));
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+              multiply_add<T>(c[m][j], x[m], y[0], y[1]);
+              multiply_add<T>(c[m][j + 1], x[m], y[2], y[3]);
+            }
+          }
+        }
+      };
+      multiply(s, k_block, q_across);
+      multiply(dp, v_block, d_out_across);
+      // s becomes the weights, dp the gradients of scores.
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int column = 32 * half + 8 * j + lane % 4 * 2;
+        const float2 lse = *reinterpret_cast<const float2*>(&rows[stage][0][column]);
+        const float2 delta = *reinterpret_cast<const float2*>(&rows[stage][1][column]);
+#pragma unroll
+        for (int m = 0; m < 2; ++m)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            s[m][j][e] = approximate_exp2(fmaf(s[m][j][e], to_log2, -(e % 2 ? lse.y : lse.x)));
+            dp[m][j][e] = s[m][j][e] * (dp[m][j][e] - (e % 2 ? delta.y : delta.x));
+          }
+      }
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+        if (__any_sync(0xffffffffu, (allowed[m] & 0xffffu) != 0xffffu))
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+              if (!(allowed[m] >> (4 * j + e) & 1)) s[m][j][e] = dp[m][j][e] = 0;
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const uint32_t at =
+                offset_in_tile<queries>(32 * key_32 + 16 * m + lane / 4 + 8 * h, 32 * half + 8 * j) +
+                lane % 4 * 4;
+            *reinterpret_cast<uint32_t*>(p_tile + at) = pack<T>(s[m][j][2 * h], s[m][j][2 * h + 1]);
+            *reinterpret_cast<uint32_t*>(ds_tile + at) = pack<T>(dp[m][j][2 * h], dp[m][j][2 * h + 1]);
+          }
+    }
+    pass_on();
+    __syncthreads();  // weights and their gradients are there
+
+    // What was made of keys by queries, times rows of queries.
+    const auto multiply_down = [&](auto& c, BlockAddress<queries> x_block, BlockAddress<width> y_block) {
+      y_block.row_start += in_stage;
+      x_block.computed_here(), y_block.computed_here();
+#pragma unroll
+      for (int kk = 0; kk < queries / 16; ++kk) {
+        uint32_t x[2][4];
+        load_matrices(x[0], x_block.at(0, 16 * kk));
+        load_matrices(x[1], x_block.at(16, 16 * kk));
+#pragma unroll
+        for (int j = 0; j < width / 16; j += 2) {
+          uint32_t y[4];
+          load_transposed(y, y_block.at(16 * kk, 8 * j));
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            multiply_add<T>(c[m][j], x[m], y[0], y[1]);
+            multiply_add<T>(c[m][j + 1], x[m], y[2], y[3]);
+          }
+        }
+      }
+    };
+    if (id != GroupedSide::none) {
+      multiply_down(dv, p_block, d_out_down);
+      multiply_down(dk, ds_block, q_down);
+    }
+    float dq[2][width / 32][4] = {};
+    auto x_block = ds_across;
+    auto y_block = k_down;
+    x_block.computed_here(), y_block.computed_here();
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      if (!(t == 0 ? visits_0 : visits_1)) continue;  // such keys may be NaN
+#pragma unroll
+      for (int kk = 4 * t; kk < 4 * t + 4; ++kk) {
+        uint32_t x[2][4];
+        load_transposed(x[0], x_block.at(16 * kk, 0));
+        load_transposed(x[1], x_block.at(16 * kk, 16));
+#pragma unroll
+        for (int j = 0; j < width / 32; j += 2) {
+          uint32_t y[4];
+          load_transposed(y, y_block.at(16 * kk, 8 * j));
+#pragma unroll
+          for (int m = 0; m < 2; ++m) {
+            multiply_add<T>(dq[m][j], x[m], y[0], y[1]);
+            multiply_add<T>(dq[m][j + 1], x[m], y[2], y[3]);
+          }
+        }
+      }
+    }
+    const int64_t block = (b * a.heads + head) * a.query_blocks + first / queries;
+    if (!visited) continue;
+    float* const slab = a.dq_sum + (block * warps + warp) * S::slab;
+    bool stores = false;
+    if (a.turns) {
+      const auto mine = a.maps.of(b, head).last_visitor[first / queries] - static_cast<int32_t>(group);
+      turn = a.turns + block * warps + warp;
+      stores = mine == 0;
+      if (lane == 0) {
+        int32_t now;
+        do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+        while (now != mine);
+      }
+      __syncwarp();
+    }
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int j = 0; j < width / 32; ++j) {
+        if (stores)
+          store_four(slab, m * (width / 32) + j, lane, dq[m][j]);
+        else
+          add_four(slab, m * (width / 32) + j, lane, dq[m][j]);
+      }
+  }
+  pass_on();
+
+  __syncthreads();  // keys and values are done with: results pass through their tiles
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int j = 0; j < width / 16; ++j) {
+      const int row = 32 * key_32 + 16 * m, column = width / 2 * half + 8 * j;
+      put<T, width>(k_tile, row, column, dk[m][j], a.scale, a.scale);
+      put<T, width>(v_tile, row, column, dv[m][j], 1, 1);
+    }
+  __syncthreads();
+  if (a.dk.data)
+    store_tile<T, width>(k_tile, 0, keys, thread, threads, a.dk.of<T>(b, kv_head), a.dk.row, a.width,
+                         a.packs_out, key_token);
+  if (a.dv.data)
+    store_tile<T, width>(v_tile, 0, keys, thread, threads, a.dv.of<T>(b, kv_head), a.dv.row, a.value_width,
+                         a.packs_out, key_token);
+}
+
+// dQ = scale * its sum, a block of threads a block of queries. In order, what nobody visits was not set.
+template <class T, int width>
+__global__ void __launch_bounds__(threads)
+    finish_dq(const __grid_constant__ OnePassArguments a, Operand dq, bool packs, int64_t count) {
+  using S = Shape<width>;
+  __shared__ __align__(128) char tile[S::query_bytes];
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  for (int64_t place = blockIdx.x; place < count; place += gridDim.x) {
+    const int64_t block = place % a.query_blocks, matrix = place / a.query_blocks;
+    const int64_t b = matrix / a.heads, h = matrix % a.heads;
+    const bool set = !a.turns || a.maps.of(b, h).last_visitor[block] >= 0;
+    const float* const slab = a.dq_sum + (place * warps + warp) * S::slab;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int j = 0; j < width / 32; ++j) {
+        float x[4] = {};
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (set) x[e] = slab[place_in_slab(m * (width / 32) + j, lane, e)];
+        put<T, width>(tile, 32 * (warp / 4) + 16 * m, width / 4 * (warp % 4) + 8 * j, x, a.scale, a.scale);
+      }
+    __syncthreads();
+    store_tile<T, width>(tile, 0, queries, thread, threads, dq.of<T>(b, h), dq.row, a.width, packs,
+                         [&](int row) -> int64_t {
+                           const int64_t query = block * queries + row;
+                           return query < a.queries ? query : -1;
+                         });
+    __syncthreads();
+  }
+}
+
+template <class T, int width>
+void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_out, const GroupedTable& maps) {
+  using S = Shape<width>;
+  const Device device = p.q.device();
+  const cudaStream_t stream = stream_of(device);
+  const int64_t matrices = p.batch() * p.heads();
+  const int64_t blocks = (p.queries() + queries - 1) / queries, padded = blocks * queries;
+  Tensor lse = Tensor::empty({matrices, padded}, f32, device),
+         delta = Tensor::empty({matrices, padded}, f32, device);
+  prepare_rows(p, g, d_out, padded, {lse.mutable_data<float>(), delta.mutable_data<float>(), nullptr}, {});
+  const int64_t slabs = matrices * blocks * warps, elements = slabs * S::slab;
+  const bool in_order = p.deterministic;
+  Tensor sum = in_order ? Tensor::empty({elements}, f32, device) : Tensor::zeros({elements}, f32, device);
+  Tensor counts = in_order ? Tensor::zeros({1 + slabs}, i32, device) : Tensor();
+  int32_t* const taken = in_order ? counts.mutable_data<int32_t>() : nullptr;
+  const int64_t bytes = p.queries() * (p.width() + p.value_width()) * 2 * (p.heads() / p.kv_heads());
+  const auto result = [](Tensor& x) { return x.defined() ? operand(x) : Operand{}; };
+  const OnePassArguments arguments{operand(p.q),
+                                   operand(p.k),
+                                   operand(p.v),
+                                   operand(d_out),
+                                   result(g.dk),
+                                   result(g.dv),
+                                   sum.mutable_data<float>(),
+                                   lse.data<float>(),
+                                   delta.data<float>(),
+                                   taken,
+                                   in_order ? taken + 1 : nullptr,
+                                   p.heads(),
+                                   p.kv_heads(),
+                                   p.queries(),
+                                   p.keys(),
+                                   padded,
+                                   blocks,
+                                   static_cast<int>(p.width()),
+                                   static_cast<int>(p.value_width()),
+                                   packs(p.q) && packs(p.k) && packs(p.v) && packs(d_out),
+                                   (!g.dk.defined() || packs(g.dk)) && (!g.dv.defined() || packs(g.dv)),
+                                   static_cast<float>(p.scale),
+                                   maps,
+                                   Schedule(maps.groups, p.batch() * p.kv_heads(), bytes, in_order)};
+  const auto kernel = one_pass<T, width>;
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), S::memory);
+  kernel<<<arguments.schedule.blocks(), threads, S::memory, stream>>>(arguments);
+  check_launch("attention.backward");
+  finish_dq<T, width><<<blocks_for(matrices * blocks, 1), threads, 0, stream>>>(
+      arguments, operand(g.dq), packs(g.dq), matrices * blocks);
+  check_launch("attention.backward");
+}
+
+}  // namespace
+
+bool run_one_pass_backward(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_out) {
+  const int width = padded_width(p);
+  if (general_scores(p) || width > 128 || !g.dq.defined() || !(g.dk.defined() || g.dv.defined()))
+    return false;
+  const size_t memory = width == 64 ? Shape<64>::memory : Shape<128>::memory;
+  if (p.mask.rule().packed() || memory + static_memory > properties(p.q.device()).sharedMemPerBlockOptin)
+    return false;
+  const GroupedTable maps = grouped_table(p, Side::key, keys / tile_size, queries / tile_size);
+  if (maps.gathers || (p.deterministic && !maps.contiguous)) return false;
+  dispatch_16_bit(p.q.dtype(), [&](auto zero) {
+    using T = decltype(zero);
+    width == 64 ? launch<T, 64>(p, g, d_out, maps) : launch<T, 128>(p, g, d_out, maps);
+  });
+  return true;
+}
+
+}  // namespace torus::gpu::mma
