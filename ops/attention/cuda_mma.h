@@ -139,6 +139,29 @@ __device__ inline BlockAddress<width> across_first(const void* tile, int row, in
   return {tile, row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 8};
 }
 
+/// c += x y, of m times 16 rows by n pairs of 8 columns: `load_x(k, x)` reads the left blocks of step k (of
+/// 16), `load_y(k, j, y)` the right ones of pair j, one pair ahead of the products that need them.
+template <class T, int steps, int m, int n, class X, class Y>
+__device__ inline void multiply(float (&c)[m][2 * n][4], const X& load_x, const Y& load_y) {
+  uint32_t x[2][m][4], y[2][4];
+  load_x(0, x[0]);
+  load_y(0, 0, y[0]);
+#pragma unroll
+  for (int k = 0; k < steps; ++k) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+      const int at = (k * n + j) % 2;
+      if (j + 1 < n) load_y(k, j + 1, y[at ^ 1]);
+      if (j + 1 == n && k + 1 < steps) load_x(k + 1, x[(k + 1) % 2]), load_y(k + 1, 0, y[at ^ 1]);
+#pragma unroll
+      for (int r = 0; r < m; ++r) {
+        multiply_add<T>(c[r][2 * j], x[k % 2][r], y[at][0], y[at][1]);
+        multiply_add<T>(c[r][2 * j + 1], x[k % 2][r], y[at][2], y[at][3]);
+      }
+    }
+  }
+}
+
 /// Starts to fill a tile: row i is that of `token(i)`, or zeros where that is negative. Columns beyond
 /// `columns` are zeros. Without `packs`, rows may start anywhere and are read element by element, at once.
 template <class T, int width, int rows, int threads, class Token>

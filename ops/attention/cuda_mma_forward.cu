@@ -66,7 +66,9 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
       q_tile, a.q.of<const T>(b, h), a.q.row, a.width, a.packs,
       [&](int row) { return owner(side, tile * tiles + row / 64, row % 64); });
 
-  float s[tiles][8][4], out[tiles][width / 8][4] = {};
+  // With fewer scores at once there are registers for what products read ahead.
+  constexpr int parts = width == 128 && tiles == 2 && stages == 2 ? 2 : 1, columns = 8 / parts;
+  float s[tiles][columns][4], out[tiles][width / 8][4] = {};
   float top[tiles][2], total[tiles][2] = {};
   uint32_t q_kept[keep_q ? width / 16 : 1][tiles][4];
 #pragma unroll
@@ -155,128 +157,118 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
     k_now.row_start += i % stages * tile_bytes, v_now.row_start += i % stages * tile_bytes;
     q_block.computed_here(), k_now.computed_here(), v_now.computed_here();
 
-    if (visits) {
 #pragma unroll
-      for (int m = 0; m < tiles; ++m)
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) s[m][j][e] = 0;
-#pragma unroll
-      for (int kk = 0; kk < width / 16; ++kk) {
-        uint32_t q[tiles][4];
+    for (int part = 0; part < parts; ++part) {
+      if (visits) {
 #pragma unroll
         for (int m = 0; m < tiles; ++m)
-          if constexpr (keep_q)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) q[m][e] = q_kept[kk][m][e];
-          else
-            load_matrices(q[m], q_block.at(16 * m, 16 * kk));
+          for (int j = 0; j < columns; ++j)
 #pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-          uint32_t keys[4];
-          load_matrices(keys, k_now.at(8 * j, 16 * kk));
+            for (int e = 0; e < 4; ++e) s[m][j][e] = 0;
+        multiply<T, width / 16, tiles, columns / 2>(
+            s,
+            [&](int kk, uint32_t(&x)[tiles][4]) {
 #pragma unroll
-          for (int m = 0; m < tiles; ++m) {
-            multiply_add<T>(s[m][j], q[m], keys[0], keys[1]);
-            multiply_add<T>(s[m][j + 1], q[m], keys[2], keys[3]);
+              for (int m = 0; m < tiles; ++m)
+                if constexpr (keep_q)
+#pragma unroll
+                  for (int e = 0; e < 4; ++e) x[m][e] = q_kept[kk][m][e];
+                else
+                  load_matrices(x[m], q_block.at(16 * m, 16 * kk));
+            },
+            [&](int kk, int j, uint32_t(&y)[4]) {
+              load_matrices(y, k_now.at(8 * columns * part + 16 * j, 16 * kk));
+            });
+        if constexpr (general) {
+          uint32_t slope[8][2];
+          finish_scores<T, true>(s[0], slope, a.scores, b, h, queries, [&](int j, int c) -> int64_t {
+            return tokens[i % 3][8 * j + lane % 4 * 2 + c];
+          });
+        }
+
+        bool grows = false;
+        float most[tiles][2];
+#pragma unroll
+        for (int m = 0; m < tiles; ++m) {
+          if (__any_sync(0xffffffffu, allowed[m] != ~0u)) {
+#pragma unroll
+            for (int j = 0; j < columns; ++j)
+#pragma unroll
+              for (int e = 0; e < 4; ++e)
+                if (!(allowed[m] >> (4 * (columns * part + j) + e) & 1)) s[m][j][e] = -infinity;
+          }
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float larger = s[m][0][2 * half];
+#pragma unroll
+            for (int j = 0; j < columns; ++j)
+              larger = fmaxf(larger, fmaxf(s[m][j][2 * half], s[m][j][2 * half + 1]));
+            most[m][half] = quad_max(larger);
+            grows |= most[m][half] > top[m][half] + slack;
           }
         }
-      }
-      if constexpr (general) {
-        uint32_t slope[8][2];
-        finish_scores<T, true>(s[0], slope, a.scores, b, h, queries, [&](int j, int c) -> int64_t {
-          return tokens[i % 3][8 * j + lane % 4 * 2 + c];
-        });
-      }
-
-      bool grows = false;
-      float most[tiles][2];
+        if (__any_sync(0xffffffffu, grows)) {
 #pragma unroll
-      for (int m = 0; m < tiles; ++m) {
-        if (__any_sync(0xffffffffu, allowed[m] != ~0u)) {
+          for (int m = 0; m < tiles; ++m)
 #pragma unroll
-          for (int j = 0; j < 8; ++j)
+            for (int half = 0; half < 2; ++half) {
+              const float now = fmaxf(top[m][half], most[m][half]);
+              const float factor = now == top[m][half] ? 1 : approximate_exp2((top[m][half] - now) * to_log2);
+              top[m][half] = now;
+              total[m][half] *= factor;
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-              if (!(allowed[m] >> (4 * j + e) & 1)) s[m][j][e] = -infinity;
+              for (int j = 0; j < width / 8; ++j)
+                out[m][j][2 * half] *= factor, out[m][j][2 * half + 1] *= factor;
+            }
         }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float larger = s[m][0][2 * half];
-#pragma unroll
-          for (int j = 0; j < 8; ++j) larger = fmaxf(larger, fmaxf(s[m][j][2 * half], s[m][j][2 * half + 1]));
-          most[m][half] = quad_max(larger);
-          grows |= most[m][half] > top[m][half] + slack;
-        }
-      }
-      if (__any_sync(0xffffffffu, grows)) {
 #pragma unroll
         for (int m = 0; m < tiles; ++m)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const float now = fmaxf(top[m][half], most[m][half]);
-            const float factor = now == top[m][half] ? 1 : approximate_exp2((top[m][half] - now) * to_log2);
-            top[m][half] = now;
-            total[m][half] *= factor;
+            const float base = top[m][half] == -infinity ? 0 : top[m][half] * to_log2;
 #pragma unroll
-            for (int j = 0; j < width / 8; ++j)
-              out[m][j][2 * half] *= factor, out[m][j][2 * half + 1] *= factor;
+            for (int j = 0; j < columns; ++j)
+#pragma unroll
+              for (int c = 0; c < 2; ++c) {
+                float& weight = s[m][j][2 * half + c];
+                weight = approximate_exp2(fmaf(weight, to_log2, -base));
+                total[m][half] += weight;
+              }
           }
+        if constexpr (general)
+          if (a.scores.dropout.active())
+#pragma unroll
+            for (int j = 0; j < columns; ++j)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                const auto key = static_cast<uint32_t>(tokens[i % 3][8 * j + lane % 4 * 2 + e % 2]);
+                if (AttentionDropout::mix(row_words[e / 2], key) < a.scores.threshold) s[0][j][e] = 0;
+              }
       }
-#pragma unroll
-      for (int m = 0; m < tiles; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float base = top[m][half] == -infinity ? 0 : top[m][half] * to_log2;
-#pragma unroll
-          for (int j = 0; j < 8; ++j)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-              float& weight = s[m][j][2 * half + c];
-              weight = approximate_exp2(fmaf(weight, to_log2, -base));
-              total[m][half] += weight;
-            }
-        }
-      if constexpr (general)
-        if (a.scores.dropout.active())
-#pragma unroll
-          for (int j = 0; j < 8; ++j)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const auto key = static_cast<uint32_t>(tokens[i % 3][8 * j + lane % 4 * 2 + e % 2]);
-              if (AttentionDropout::mix(row_words[e / 2], key) < a.scores.threshold) s[0][j][e] = 0;
-            }
-    }
 
+      if constexpr (stages == 1) {
+        wait_for_copies();
+        __syncthreads();  // values are there, keys are done with
+        if (more) load_keys(i + 1, next);
+      }
+      if (visits) {
+        multiply<T, columns / 2, tiles, width / 16>(
+            out,
+            [&](int kk, uint32_t(&x)[tiles][4]) {
+#pragma unroll
+              for (int m = 0; m < tiles; ++m)
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                  x[m][e] = pack<T>(s[m][2 * kk + e / 2][e % 2 * 2], s[m][2 * kk + e / 2][e % 2 * 2 + 1]);
+            },
+            [&](int kk, int j, uint32_t(&y)[4]) {
+              load_transposed(y, v_now.at(8 * columns * part + 16 * kk, 16 * j));
+            });
+      }
+    }
     if constexpr (may_gather)
       if (thread < tile_size) tokens[(i + 2) % 3][thread] = later_token;
-    if constexpr (stages == 1) {
-      wait_for_copies();
-      __syncthreads();  // values are there, keys are done with
-      if (more) load_keys(i + 1, next);
-    }
-    if (visits) {
-#pragma unroll
-      for (int kk = 0; kk < 4; ++kk) {
-        uint32_t weights[tiles][4];
-#pragma unroll
-        for (int m = 0; m < tiles; ++m)
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            weights[m][e] = pack<T>(s[m][2 * kk + e / 2][e % 2 * 2], s[m][2 * kk + e / 2][e % 2 * 2 + 1]);
-#pragma unroll
-        for (int j = 0; j < width / 8; j += 2) {
-          uint32_t values[4];
-          load_transposed(values, v_now.at(16 * kk, 8 * j));
-#pragma unroll
-          for (int m = 0; m < tiles; ++m) {
-            multiply_add<T>(out[m][j], weights[m], values[0], values[1]);
-            multiply_add<T>(out[m][j + 1], weights[m], values[2], values[3]);
-          }
-        }
-      }
-    }
   }
 
   const float keep_scale = general ? a.scores.keep_scale : 1;

@@ -14,7 +14,7 @@ using torus::detail::GroupedSide;
 namespace {
 
 constexpr int threads = 256, warps = threads / 32, stages = 2;
-constexpr int keys = 128, queries = 64;
+constexpr int keys = 128, queries = 64, halves = 2;  // blocks of threads take turns at two blocks of queries
 
 template <int width>
 struct Shape {
@@ -29,7 +29,7 @@ struct OnePassArguments {
   float* dq_sum;                   // [B H, blocks of queries, warps, slab]
   const float *lse, *delta;        // [B H, padded queries]
   int32_t *taken, *turns;  // turns: whose it is to add, [B H, blocks of queries, warps]; null: in any order
-  int64_t heads, kv_heads, queries, keys, padded_queries, query_blocks;
+  int64_t heads, kv_heads, queries, keys, padded_queries, query_blocks, query_pairs;
   int width, value_width;
   bool packs, packs_out;
   float scale;
@@ -37,17 +37,29 @@ struct OnePassArguments {
   Schedule schedule;
 };
 
-// The block of queries that a thread is at, and how it goes on from there: all threads of a block alike.
+// The block of queries that a thread is at, and how it goes on from there: all threads of a block alike. Both
+// halves of a pair are gone through, whatever is seen of each.
 struct Visited {
   int64_t b, first_head;
-  int32_t group, members, member = -1;
+  int32_t group, members, query_count, member = -1;
   int32_t at = 0, end = 0;
-  int32_t first = 0, blocks = 0, ids[2] = {};
+  int32_t first = 0, blocks = 0, ids[2][halves] = {};  // of the pair
+  int32_t half = halves - 1;
 
   __device__ bool there() const { return member < members; }
+  __device__ int32_t query() const { return first + queries * half; }
+  __device__ bool is_last_half() const { return half == halves - 1 || query() + queries >= query_count; }
+  __device__ int32_t id(int tile) const {
+    return tile == 0 ? (half == 0 ? ids[0][0] : ids[0][1]) : (half == 0 ? ids[1][0] : ids[1][1]);
+  }
   __device__ void step(const GroupedTable& maps) {
+    if (member >= 0 && !is_last_half()) {
+      ++half;
+      return;
+    }
+    half = 0;
     if (--blocks > 0) {
-      first += queries;
+      first += queries * halves;
       return;
     }
     if (++at >= end) {
@@ -55,8 +67,10 @@ struct Visited {
       const GroupedView& map = maps.of(b, first_head + member);
       at = map.first[group], end = map.first[group + 1];
     }
-    const int32_t* const entry = maps.of(b, first_head + member).entries + int64_t{5} * at;
-    first = entry[0], blocks = entry[1], ids[0] = entry[3], ids[1] = entry[4];
+    const int32_t* const entry = maps.of(b, first_head + member).entries + int64_t{3 + 2 * halves} * at;
+    first = entry[0], blocks = entry[1];
+#pragma unroll
+    for (int i = 0; i < 2 * halves; ++i) ids[i / halves][i % halves] = entry[3 + i];
   }
 };
 
@@ -109,7 +123,8 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
   int64_t group, matrix;
   a.schedule.find(index, group, matrix);
   const int64_t members = a.heads / a.kv_heads, b = matrix / a.kv_heads, kv_head = matrix % a.kv_heads;
-  Visited next{b, kv_head * members, static_cast<int32_t>(group), static_cast<int32_t>(members)};
+  Visited next{b, kv_head * members, static_cast<int32_t>(group), static_cast<int32_t>(members),
+               static_cast<int32_t>(a.queries)};
   next.step(a.maps);
 
   const auto key_token = [&](int row) -> int64_t {
@@ -123,7 +138,7 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
   const auto load = [&](const Visited& block, int stage) {
     const int64_t h = block.first_head + block.member;
     const auto token = [&](int row) -> int64_t {
-      return block.first + row < a.queries ? block.first + row : -1;
+      return block.query() + row < a.queries ? block.query() + row : -1;
     };
     load_tile<T, width, queries, threads>(q_tiles + stage * S::query_bytes, a.q.of<const T>(b, h), a.q.row,
                                           a.width, a.packs, token);
@@ -132,7 +147,7 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
     if (thread < 2 * queries / 4) {
       const int which = thread / (queries / 4), row = thread % (queries / 4) * 4;
       const float* const from =
-          (which ? a.delta : a.lse) + (b * a.heads + h) * a.padded_queries + block.first + row;
+          (which ? a.delta : a.lse) + (b * a.heads + h) * a.padded_queries + block.query() + row;
       copy_16_async(shared_address(&rows[stage][which][row]), from, true);
     }
   };
@@ -162,20 +177,22 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
     for (int e = 0; e < 2; ++e)
       if (key_token(32 * key_32 + 16 * m + lane / 4 + 8 * e) >= 0) own[m] |= 0x3333u << 2 * e;
   }
-  int32_t* turn = nullptr;  // to be passed on, when what was added is there
+  // In order: the turn that is waited for at a pair of blocks of queries, and one to be passed on when what
+  // was added is there.
+  int32_t *turn = nullptr, *passed = nullptr;
+  int32_t my_turn = 0;
   const auto pass_on = [&] {
-    if (!turn) return;
+    if (!passed) return;
     __syncwarp();
-    if (lane == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
-    turn = nullptr;
+    if (lane == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(passed) : "memory");
+    passed = nullptr;
   };
 
   for (int stage = 0; next.there(); stage ^= 1) {
     wait_for_copies();
     __syncthreads();  // the block is there, all before is done with
-    const int32_t first = next.first, id = tile == 0 ? next.ids[0] : next.ids[1];
-    const bool visits_0 = next.ids[0] != GroupedSide::none, visits_1 = next.ids[1] != GroupedSide::none;
-    const bool visited = visits_0 || visits_1;  // a group that visits nothing has an entry that says so
+    const int32_t id = next.id(tile);
+    const bool visits_0 = next.id(0) != GroupedSide::none, visits_1 = next.id(1) != GroupedSide::none;
     const int64_t head = next.first_head + next.member;
     uint32_t allowed[2] = {own[0], own[1]};
     if (id >= 0) {
@@ -183,35 +200,33 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
           a.maps.of(b, head).fragments + int64_t{128} * id + 64 * (key_32 % 2) + lane;
       allowed[0] &= words[0] >> 16 * half, allowed[1] &= words[32] >> 16 * half;
     }
+    const int64_t block = (b * a.heads + head) * a.query_blocks + next.query() / queries;
+    const bool begins = next.half == 0, ends = next.is_last_half();
+    if (a.turns && begins) {
+      const int32_t pair = next.first / (queries * halves);
+      my_turn = a.maps.of(b, head).last_visitor[pair] - static_cast<int32_t>(group);
+      turn = a.turns + (((b * a.heads + head) * a.query_pairs + pair) * warps + warp);
+    }
     next.step(a.maps);
     if (next.there()) load(next, stage ^ 1);
     const uint32_t in_stage = stage * S::query_bytes;
 
     float s[2][4][4] = {}, dp[2][4][4] = {};
     if (id != GroupedSide::none) {
-      const auto multiply = [&](float(&c)[2][4][4], BlockAddress<width> x_block,
-                                BlockAddress<width> y_block) {
+      const auto multiply_across = [&](float(&c)[2][4][4], BlockAddress<width> x_block,
+                                       BlockAddress<width> y_block) {
         y_block.row_start += in_stage;
         x_block.computed_here(), y_block.computed_here();
-#pragma unroll
-        for (int kk = 0; kk < width / 16; ++kk) {
-          uint32_t x[2][4];
-          load_matrices(x[0], x_block.at(0, 16 * kk));
-          load_matrices(x[1], x_block.at(16, 16 * kk));
-#pragma unroll
-          for (int j = 0; j < 4; j += 2) {
-            uint32_t y[4];
-            load_matrices(y, y_block.at(8 * j, 16 * kk));
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-              multiply_add<T>(c[m][j], x[m], y[0], y[1]);
-              multiply_add<T>(c[m][j + 1], x[m], y[2], y[3]);
-            }
-          }
-        }
+        multiply<T, width / 16, 2, 2>(
+            c,
+            [&](int kk, uint32_t(&x)[2][4]) {
+              load_matrices(x[0], x_block.at(0, 16 * kk));
+              load_matrices(x[1], x_block.at(16, 16 * kk));
+            },
+            [&](int kk, int j, uint32_t(&y)[4]) { load_matrices(y, y_block.at(16 * j, 16 * kk)); });
       };
-      multiply(s, k_block, q_across);
-      multiply(dp, v_block, d_out_across);
+      multiply_across(s, k_block, q_across);
+      multiply_across(dp, v_block, d_out_across);
       // s becomes the weights, dp the gradients of scores.
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -251,25 +266,17 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
     __syncthreads();  // weights and their gradients are there
 
     // What was made of keys by queries, times rows of queries.
-    const auto multiply_down = [&](auto& c, BlockAddress<queries> x_block, BlockAddress<width> y_block) {
+    const auto multiply_down = [&](float(&c)[2][width / 16][4], BlockAddress<queries> x_block,
+                                   BlockAddress<width> y_block) {
       y_block.row_start += in_stage;
       x_block.computed_here(), y_block.computed_here();
-#pragma unroll
-      for (int kk = 0; kk < queries / 16; ++kk) {
-        uint32_t x[2][4];
-        load_matrices(x[0], x_block.at(0, 16 * kk));
-        load_matrices(x[1], x_block.at(16, 16 * kk));
-#pragma unroll
-        for (int j = 0; j < width / 16; j += 2) {
-          uint32_t y[4];
-          load_transposed(y, y_block.at(16 * kk, 8 * j));
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            multiply_add<T>(c[m][j], x[m], y[0], y[1]);
-            multiply_add<T>(c[m][j + 1], x[m], y[2], y[3]);
-          }
-        }
-      }
+      multiply<T, queries / 16, 2, width / 32>(
+          c,
+          [&](int kk, uint32_t(&x)[2][4]) {
+            load_matrices(x[0], x_block.at(0, 16 * kk));
+            load_matrices(x[1], x_block.at(16, 16 * kk));
+          },
+          [&](int kk, int j, uint32_t(&y)[4]) { load_transposed(y, y_block.at(16 * kk, 16 * j)); });
     };
     if (id != GroupedSide::none) {
       multiply_down(dv, p_block, d_out_down);
@@ -282,38 +289,26 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
       if (!(t == 0 ? visits_0 : visits_1)) continue;  // such keys may be NaN
-#pragma unroll
-      for (int kk = 4 * t; kk < 4 * t + 4; ++kk) {
-        uint32_t x[2][4];
-        load_transposed(x[0], x_block.at(16 * kk, 0));
-        load_transposed(x[1], x_block.at(16 * kk, 16));
-#pragma unroll
-        for (int j = 0; j < width / 32; j += 2) {
-          uint32_t y[4];
-          load_transposed(y, y_block.at(16 * kk, 8 * j));
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            multiply_add<T>(dq[m][j], x[m], y[0], y[1]);
-            multiply_add<T>(dq[m][j + 1], x[m], y[2], y[3]);
-          }
-        }
-      }
+      multiply<T, 4, 2, width / 64>(
+          dq,
+          [&](int kk, uint32_t(&x)[2][4]) {
+            load_transposed(x[0], x_block.at(64 * t + 16 * kk, 0));
+            load_transposed(x[1], x_block.at(64 * t + 16 * kk, 16));
+          },
+          [&](int kk, int j, uint32_t(&y)[4]) { load_transposed(y, y_block.at(64 * t + 16 * kk, 16 * j)); });
     }
-    const int64_t block = (b * a.heads + head) * a.query_blocks + first / queries;
-    if (!visited) continue;
-    float* const slab = a.dq_sum + (block * warps + warp) * S::slab;
-    bool stores = false;
-    if (a.turns) {
-      const auto mine = a.maps.of(b, head).last_visitor[first / queries] - static_cast<int32_t>(group);
-      turn = a.turns + block * warps + warp;
-      stores = mine == 0;
+    const bool visited = visits_0 || visits_1, stores = a.turns && my_turn == 0;
+    if (a.turns && begins && my_turn >= 0) {
       if (lane == 0) {
         int32_t now;
         do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-        while (now != mine);
+        while (now != my_turn);
       }
       __syncwarp();
     }
+    if (a.turns && ends && my_turn >= 0) passed = turn;
+    if (!visited && !stores) continue;
+    float* const slab = a.dq_sum + (block * warps + warp) * S::slab;
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -354,7 +349,7 @@ __global__ void __launch_bounds__(threads)
   for (int64_t place = blockIdx.x; place < count; place += gridDim.x) {
     const int64_t block = place % a.query_blocks, matrix = place / a.query_blocks;
     const int64_t b = matrix / a.heads, h = matrix % a.heads;
-    const bool set = !a.turns || a.maps.of(b, h).last_visitor[block] >= 0;
+    const bool set = !a.turns || a.maps.of(b, h).last_visitor[block / halves] >= 0;
     const float* const slab = a.dq_sum + (place * warps + warp) * S::slab;
 #pragma unroll
     for (int m = 0; m < 2; ++m)
@@ -387,9 +382,10 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
          delta = Tensor::empty({matrices, padded}, f32, device);
   prepare_rows(p, g, d_out, padded, {lse.mutable_data<float>(), delta.mutable_data<float>(), nullptr}, {});
   const int64_t slabs = matrices * blocks * warps, elements = slabs * S::slab;
+  const int64_t pairs = (blocks + halves - 1) / halves;
   const bool in_order = p.deterministic;
   Tensor sum = in_order ? Tensor::empty({elements}, f32, device) : Tensor::zeros({elements}, f32, device);
-  Tensor counts = in_order ? Tensor::zeros({1 + slabs}, i32, device) : Tensor();
+  Tensor counts = in_order ? Tensor::zeros({1 + matrices * pairs * warps}, i32, device) : Tensor();
   int32_t* const taken = in_order ? counts.mutable_data<int32_t>() : nullptr;
   const int64_t bytes = p.queries() * (p.width() + p.value_width()) * 2 * (p.heads() / p.kv_heads());
   const auto result = [](Tensor& x) { return x.defined() ? operand(x) : Operand{}; };
@@ -410,6 +406,7 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
                                    p.keys(),
                                    padded,
                                    blocks,
+                                   pairs,
                                    static_cast<int>(p.width()),
                                    static_cast<int>(p.value_width()),
                                    packs(p.q) && packs(p.k) && packs(p.v) && packs(d_out),
@@ -435,7 +432,7 @@ bool run_one_pass_backward(const AttentionProblem& p, AttentionGradients& g, con
   const size_t memory = width == 64 ? Shape<64>::memory : Shape<128>::memory;
   if (p.mask.rule().packed() || memory + static_memory > properties(p.q.device()).sharedMemPerBlockOptin)
     return false;
-  const GroupedTable maps = grouped_table(p, Side::key, keys / tile_size, queries / tile_size);
+  const GroupedTable maps = grouped_table(p, Side::key, keys / tile_size, halves);
   if (maps.gathers || (p.deterministic && !maps.contiguous)) return false;
   dispatch_16_bit(p.q.dtype(), [&](auto zero) {
     using T = decltype(zero);
