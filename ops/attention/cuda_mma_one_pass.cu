@@ -1,8 +1,8 @@
 // Backward of attention on tensor cores in one pass, for masks of runs and plain scores. A block of threads
-// owns 128 keys and goes through the queries that see them, 64 at a time. Weights and gradients of scores,
-// computed transposed, pass through shared memory, so that every warp may take other rows of each product: 32
-// of them, which halves what is read of the other side. dQ is summed in f32 in global memory; where order
-// matters, blocks of threads add one after another, the last keys first.
+// owns 128 keys and goes through the queries that see them, 64 or 128 at a time. Weights and gradients of
+// scores, computed transposed, pass through shared memory, so that every warp may take other rows of each
+// product: 32 of them, which halves what is read of the other side. dQ is summed in f32 in global memory;
+// where order matters, blocks of threads add one after another, the last keys first.
 #include "torus/ops/attention/cuda_mma.h"
 #include "torus/ops/attention/grouped_map.h"
 
@@ -14,21 +14,23 @@ using torus::detail::GroupedSide;
 namespace {
 
 constexpr int threads = 256, warps = threads / 32, stages = 2;
-constexpr int keys = 128, queries = 64, halves = 2;  // blocks of threads take turns at two blocks of queries
+constexpr int keys = 128, pair = 128;  // blocks of threads take turns at pairs of 64 queries
 
 template <int width>
 struct Shape {
+  static constexpr int queries = width == 64 ? pair : pair / 2;  // at once
   static constexpr int key_bytes = keys * width * 2, query_bytes = queries * width * 2;
   static constexpr int scores_bytes = keys * queries * 2;
   static constexpr size_t memory = 2 * key_bytes + 2 * stages * query_bytes + 2 * scores_bytes;
-  static constexpr int slab = queries * width / warps;  // what a warp adds to dQ at once
+  static constexpr int slab = queries * width / warps;  // what a warp adds to dQ at once: 32 rows and columns
+  static_assert(slab == 32 * 32);
 };
 
 struct OnePassArguments {
   Operand q, k, v, d_out, dk, dv;  // dk, dv: data null if not wanted
-  float* dq_sum;                   // [B H, blocks of queries, warps, slab]
+  float* dq_sum;                   // [B H, blocks of `queries`, warps, slab]
   const float *lse, *delta;        // [B H, padded queries]
-  int32_t *taken, *turns;  // turns: whose it is to add, [B H, blocks of queries, warps]; null: in any order
+  int32_t *taken, *turns;          // turns: whose it is to add, [B H, pairs, warps]; null: in any order
   int64_t heads, kv_heads, queries, keys, padded_queries, query_blocks, query_pairs;
   int width, value_width;
   bool packs, packs_out;
@@ -37,29 +39,33 @@ struct OnePassArguments {
   Schedule schedule;
 };
 
-// The block of queries that a thread is at, and how it goes on from there: all threads of a block alike. Both
-// halves of a pair are gone through, whatever is seen of each.
+// The queries that a thread is at, and how it goes on from there: all threads of a block alike. All of a pair
+// are gone through, whatever is seen of each half.
+template <int queries>
 struct Visited {
   int64_t b, first_head;
   int32_t group, members, query_count, member = -1;
   int32_t at = 0, end = 0;
-  int32_t first = 0, blocks = 0, ids[2][halves] = {};  // of the pair
-  int32_t half = halves - 1;
+  int32_t first = 0, blocks = 0,
+          ids[2][2] = {};  // of the pair, and what each tile of keys sees of its halves
+  int32_t offset = 0;      // in the pair
 
   __device__ bool there() const { return member < members; }
-  __device__ int32_t query() const { return first + queries * half; }
-  __device__ bool is_last_half() const { return half == halves - 1 || query() + queries >= query_count; }
-  __device__ int32_t id(int tile) const {
-    return tile == 0 ? (half == 0 ? ids[0][0] : ids[0][1]) : (half == 0 ? ids[1][0] : ids[1][1]);
+  __device__ int32_t query() const { return first + offset; }
+  __device__ bool ends_pair() const { return offset + queries == pair || query() + queries >= query_count; }
+  // What a tile of keys sees of the 64 queries from `from` on.
+  __device__ int32_t id(int tile, int from = 0) const {
+    const bool second = offset + from >= pair / 2;
+    return tile == 0 ? (second ? ids[0][1] : ids[0][0]) : (second ? ids[1][1] : ids[1][0]);
   }
   __device__ void step(const GroupedTable& maps) {
-    if (member >= 0 && !is_last_half()) {
-      ++half;
+    if (member >= 0 && !ends_pair()) {
+      offset += queries;
       return;
     }
-    half = 0;
+    offset = 0;
     if (--blocks > 0) {
-      first += queries * halves;
+      first += pair;
       return;
     }
     if (++at >= end) {
@@ -67,10 +73,10 @@ struct Visited {
       const GroupedView& map = maps.of(b, first_head + member);
       at = map.first[group], end = map.first[group + 1];
     }
-    const int32_t* const entry = maps.of(b, first_head + member).entries + int64_t{3 + 2 * halves} * at;
+    const int32_t* const entry = maps.of(b, first_head + member).entries + int64_t{7} * at;
     first = entry[0], blocks = entry[1];
 #pragma unroll
-    for (int i = 0; i < 2 * halves; ++i) ids[i / halves][i % halves] = entry[3 + i];
+    for (int i = 0; i < 4; ++i) ids[i / 2][i % 2] = entry[3 + i];
   }
 };
 
@@ -102,6 +108,7 @@ __device__ inline void store_four(float* slab, int n, int lane, const float (&x)
 template <class T, int width>
 __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ OnePassArguments a) {
   using S = Shape<width>;
+  constexpr int queries = S::queries;
   extern __shared__ __align__(128) char memory[];
   __shared__ __align__(16) float rows[stages][2][queries];  // lse and delta
   __shared__ int32_t ticket;
@@ -123,8 +130,8 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
   int64_t group, matrix;
   a.schedule.find(index, group, matrix);
   const int64_t members = a.heads / a.kv_heads, b = matrix / a.kv_heads, kv_head = matrix % a.kv_heads;
-  Visited next{b, kv_head * members, static_cast<int32_t>(group), static_cast<int32_t>(members),
-               static_cast<int32_t>(a.queries)};
+  Visited<queries> next{b, kv_head * members, static_cast<int32_t>(group), static_cast<int32_t>(members),
+                        static_cast<int32_t>(a.queries)};
   next.step(a.maps);
 
   const auto key_token = [&](int row) -> int64_t {
@@ -135,7 +142,7 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
                                      key_token);
   load_tile<T, width, keys, threads>(v_tile, a.v.of<const T>(b, kv_head), a.v.row, a.value_width, a.packs,
                                      key_token);
-  const auto load = [&](const Visited& block, int stage) {
+  const auto load = [&](const Visited<queries>& block, int stage) {
     const int64_t h = block.first_head + block.member;
     const auto token = [&](int row) -> int64_t {
       return block.query() + row < a.queries ? block.query() + row : -1;
@@ -153,18 +160,22 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
   };
   load(next, 0);
 
-  // Scores: 32 keys by 32 queries a warp. dK and dV: 32 keys by half the width. dQ: 32 queries by a quarter.
-  const int key_32 = warp / 2, half = warp % 2, tile = key_32 / 2, query_32 = warp / 4, quarter = warp % 4;
+  // Scores: 32 keys by half the queries a warp. dK and dV: 32 keys by half the width. dQ: 32 queries by 32
+  // columns.
+  constexpr int columns = queries / 16;  // accumulators of 8 queries
+  const int key_32 = warp / 2, half = warp % 2, tile = key_32 / 2;
+  const int query_32 = warp / (width / 32), column_32 = warp % (width / 32);
+  const int first_query = queries / 2 * half;
   const auto k_block = down_first<width>(k_tile, 32 * key_32, lane);
   const auto v_block = down_first<width>(v_tile, 32 * key_32, lane);
-  const auto q_across = across_first<width>(q_tiles, 32 * half, lane);
-  const auto d_out_across = across_first<width>(d_out_tiles, 32 * half, lane);
+  const auto q_across = across_first<width>(q_tiles, first_query, lane);
+  const auto d_out_across = across_first<width>(d_out_tiles, first_query, lane);
   const auto p_block = down_first<queries>(p_tile, 32 * key_32, lane);
   const auto ds_block = down_first<queries>(ds_tile, 32 * key_32, lane);
   const auto q_down = down_first<width>(q_tiles, 0, lane, width / 2 * half);
   const auto d_out_down = down_first<width>(d_out_tiles, 0, lane, width / 2 * half);
   const auto ds_across = across_first<queries>(ds_tile, 0, lane, 32 * query_32);
-  const auto k_down = down_first<width>(k_tile, 0, lane, width / 4 * quarter);
+  const auto k_down = down_first<width>(k_tile, 0, lane, 32 * column_32);
 
   const float to_log2 = a.scale * log2_e;
   float dk[2][width / 16][4] = {}, dv[2][width / 16][4] = {};
@@ -175,12 +186,12 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
     own[m] = 0;
 #pragma unroll
     for (int e = 0; e < 2; ++e)
-      if (key_token(32 * key_32 + 16 * m + lane / 4 + 8 * e) >= 0) own[m] |= 0x3333u << 2 * e;
+      if (key_token(32 * key_32 + 16 * m + lane / 4 + 8 * e) >= 0) own[m] |= 0x33333333u << 2 * e;
   }
   // In order: the turn that is waited for at a pair of blocks of queries, and one to be passed on when what
   // was added is there.
   int32_t *turn = nullptr, *passed = nullptr;
-  int32_t my_turn = 0;
+  int32_t last = 0;
   const auto pass_on = [&] {
     if (!passed) return;
     __syncwarp();
@@ -191,33 +202,38 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
   for (int stage = 0; next.there(); stage ^= 1) {
     wait_for_copies();
     __syncthreads();  // the block is there, all before is done with
-    const int32_t id = next.id(tile);
-    const bool visits_0 = next.id(0) != GroupedSide::none, visits_1 = next.id(1) != GroupedSide::none;
+    const int32_t id = next.id(tile, first_query);
+    // Of each 64 queries, what each tile of keys sees of them.
+    bool visits[2][queries / 64];
+#pragma unroll
+    for (int i = 0; i < 2 * (queries / 64); ++i)
+      visits[i % 2][i / 2] = next.id(i % 2, 64 * (i / 2)) != GroupedSide::none;
     const int64_t head = next.first_head + next.member;
     uint32_t allowed[2] = {own[0], own[1]};
     if (id >= 0) {
       const uint32_t* const words =
           a.maps.of(b, head).fragments + int64_t{128} * id + 64 * (key_32 % 2) + lane;
-      allowed[0] &= words[0] >> 16 * half, allowed[1] &= words[32] >> 16 * half;
+      const int shift = queries == 64 ? 16 * half : 0;
+      allowed[0] &= words[0] >> shift, allowed[1] &= words[32] >> shift;
     }
     const int64_t block = (b * a.heads + head) * a.query_blocks + next.query() / queries;
-    const bool begins = next.half == 0, ends = next.is_last_half();
+    const bool begins = next.offset == 0, ends = next.ends_pair();
     if (a.turns && begins) {
-      const int32_t pair = next.first / (queries * halves);
-      my_turn = a.maps.of(b, head).last_visitor[pair] - static_cast<int32_t>(group);
-      turn = a.turns + (((b * a.heads + head) * a.query_pairs + pair) * warps + warp);
+      const int32_t number = next.first / pair;
+      last = a.maps.of(b, head).last_visitor[number];
+      turn = a.turns + (((b * a.heads + head) * a.query_pairs + number) * warps + warp);
     }
     next.step(a.maps);
     if (next.there()) load(next, stage ^ 1);
     const uint32_t in_stage = stage * S::query_bytes;
 
-    float s[2][4][4] = {}, dp[2][4][4] = {};
+    float s[2][columns][4] = {}, dp[2][columns][4] = {};
     if (id != GroupedSide::none) {
-      const auto multiply_across = [&](float(&c)[2][4][4], BlockAddress<width> x_block,
+      const auto multiply_across = [&](float(&c)[2][columns][4], BlockAddress<width> x_block,
                                        BlockAddress<width> y_block) {
         y_block.row_start += in_stage;
         x_block.computed_here(), y_block.computed_here();
-        multiply<T, width / 16, 2, 2>(
+        multiply<T, width / 16, 2, columns / 2>(
             c,
             [&](int kk, uint32_t(&x)[2][4]) {
               load_matrices(x[0], x_block.at(0, 16 * kk));
@@ -225,12 +241,13 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
             },
             [&](int kk, int j, uint32_t(&y)[4]) { load_matrices(y, y_block.at(16 * j, 16 * kk)); });
       };
+      constexpr uint32_t all = ~0u >> (32 - 4 * columns);
       multiply_across(s, k_block, q_across);
       multiply_across(dp, v_block, d_out_across);
       // s becomes the weights, dp the gradients of scores.
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int column = 32 * half + 8 * j + lane % 4 * 2;
+      for (int j = 0; j < columns; ++j) {
+        const int column = first_query + 8 * j + lane % 4 * 2;
         const float2 lse = *reinterpret_cast<const float2*>(&rows[stage][0][column]);
         const float2 delta = *reinterpret_cast<const float2*>(&rows[stage][1][column]);
 #pragma unroll
@@ -243,20 +260,20 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
       }
 #pragma unroll
       for (int m = 0; m < 2; ++m)
-        if (__any_sync(0xffffffffu, (allowed[m] & 0xffffu) != 0xffffu))
+        if (__any_sync(0xffffffffu, (allowed[m] | ~all) != ~0u))
 #pragma unroll
-          for (int j = 0; j < 4; ++j)
+          for (int j = 0; j < columns; ++j)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
               if (!(allowed[m] >> (4 * j + e) & 1)) s[m][j][e] = dp[m][j][e] = 0;
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
+        for (int j = 0; j < columns; ++j)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const uint32_t at =
-                offset_in_tile<queries>(32 * key_32 + 16 * m + lane / 4 + 8 * h, 32 * half + 8 * j) +
+                offset_in_tile<queries>(32 * key_32 + 16 * m + lane / 4 + 8 * h, first_query + 8 * j) +
                 lane % 4 * 4;
             *reinterpret_cast<uint32_t*>(p_tile + at) = pack<T>(s[m][j][2 * h], s[m][j][2 * h + 1]);
             *reinterpret_cast<uint32_t*>(ds_tile + at) = pack<T>(dp[m][j][2 * h], dp[m][j][2 * h + 1]);
@@ -265,58 +282,69 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
     pass_on();
     __syncthreads();  // weights and their gradients are there
 
-    // What was made of keys by queries, times rows of queries.
+    // What was made of keys by queries, times rows of queries. Rows that nothing is seen of may be NaN, here
+    // and below.
     const auto multiply_down = [&](float(&c)[2][width / 16][4], BlockAddress<queries> x_block,
                                    BlockAddress<width> y_block) {
       y_block.row_start += in_stage;
       x_block.computed_here(), y_block.computed_here();
-      multiply<T, queries / 16, 2, width / 32>(
-          c,
-          [&](int kk, uint32_t(&x)[2][4]) {
-            load_matrices(x[0], x_block.at(0, 16 * kk));
-            load_matrices(x[1], x_block.at(16, 16 * kk));
-          },
-          [&](int kk, int j, uint32_t(&y)[4]) { load_transposed(y, y_block.at(16 * kk, 16 * j)); });
+#pragma unroll
+      for (int part = 0; part < queries / 64; ++part)
+        if (tile == 0 ? visits[0][part] : visits[1][part])
+          multiply<T, 4, 2, width / 32>(
+              c,
+              [&](int kk, uint32_t(&x)[2][4]) {
+                load_matrices(x[0], x_block.at(0, 64 * part + 16 * kk));
+                load_matrices(x[1], x_block.at(16, 64 * part + 16 * kk));
+              },
+              [&](int kk, int j, uint32_t(&y)[4]) {
+                load_transposed(y, y_block.at(64 * part + 16 * kk, 16 * j));
+              });
     };
-    if (id != GroupedSide::none) {
-      multiply_down(dv, p_block, d_out_down);
-      multiply_down(dk, ds_block, q_down);
-    }
-    float dq[2][width / 32][4] = {};
+    multiply_down(dv, p_block, d_out_down);
+    multiply_down(dk, ds_block, q_down);
+    float dq[2][4][4] = {};
     auto x_block = ds_across;
     auto y_block = k_down;
     x_block.computed_here(), y_block.computed_here();
 #pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      if (!(t == 0 ? visits_0 : visits_1)) continue;  // such keys may be NaN
-      multiply<T, 4, 2, width / 64>(
-          dq,
-          [&](int kk, uint32_t(&x)[2][4]) {
-            load_transposed(x[0], x_block.at(64 * t + 16 * kk, 0));
-            load_transposed(x[1], x_block.at(64 * t + 16 * kk, 16));
-          },
-          [&](int kk, int j, uint32_t(&y)[4]) { load_transposed(y, y_block.at(64 * t + 16 * kk, 16 * j)); });
-    }
-    const bool visited = visits_0 || visits_1, stores = a.turns && my_turn == 0;
-    if (a.turns && begins && my_turn >= 0) {
-      if (lane == 0) {
-        int32_t now;
-        do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-        while (now != my_turn);
+    for (int t = 0; t < 2; ++t)
+      if (queries == 64 || query_32 < 2 ? visits[t][0] : visits[t][queries / 64 - 1])
+        multiply<T, 4, 2, 2>(
+            dq,
+            [&](int kk, uint32_t(&x)[2][4]) {
+              load_transposed(x[0], x_block.at(64 * t + 16 * kk, 0));
+              load_transposed(x[1], x_block.at(64 * t + 16 * kk, 16));
+            },
+            [&](int kk, int j, uint32_t(&y)[4]) {
+              load_transposed(y, y_block.at(64 * t + 16 * kk, 16 * j));
+            });
+    const int32_t my_turn = last - static_cast<int32_t>(group);
+    const bool stores = a.turns && my_turn == 0;
+    if (a.turns && my_turn >= 0) {
+      if (begins) {
+        if (lane == 0) {
+          int32_t now;
+          do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+          while (now != my_turn);
+        }
+        __syncwarp();
       }
-      __syncwarp();
+      if (ends) passed = turn;
     }
-    if (a.turns && ends && my_turn >= 0) passed = turn;
-    if (!visited && !stores) continue;
+    bool visited = stores;
+#pragma unroll
+    for (int i = 0; i < 2 * (queries / 64); ++i) visited = visited || visits[i % 2][i / 2];
+    if (!visited) continue;
     float* const slab = a.dq_sum + (block * warps + warp) * S::slab;
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int j = 0; j < width / 32; ++j) {
+      for (int j = 0; j < 4; ++j) {
         if (stores)
-          store_four(slab, m * (width / 32) + j, lane, dq[m][j]);
+          store_four(slab, 4 * m + j, lane, dq[m][j]);
         else
-          add_four(slab, m * (width / 32) + j, lane, dq[m][j]);
+          add_four(slab, 4 * m + j, lane, dq[m][j]);
       }
   }
   pass_on();
@@ -339,7 +367,7 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
                          a.packs_out, key_token);
 }
 
-// dQ = scale * its sum, a block of threads a block of queries. In order, what nobody visits was not set.
+// dQ = scale * its sum, a block of threads some queries. In order, what nobody visits was not set.
 template <class T, int width>
 __global__ void __launch_bounds__(threads)
     finish_dq(const __grid_constant__ OnePassArguments a, Operand dq, bool packs, int64_t count) {
@@ -348,25 +376,23 @@ __global__ void __launch_bounds__(threads)
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   for (int64_t place = blockIdx.x; place < count; place += gridDim.x) {
     const int64_t block = place % a.query_blocks, matrix = place / a.query_blocks;
-    const int64_t b = matrix / a.heads, h = matrix % a.heads;
-    const bool set = !a.turns || a.maps.of(b, h).last_visitor[block / halves] >= 0;
+    const int64_t b = matrix / a.heads, h = matrix % a.heads, first = block * S::queries;
+    const bool set = !a.turns || a.maps.of(b, h).last_visitor[first / pair] >= 0;
     const float* const slab = a.dq_sum + (place * warps + warp) * S::slab;
+    const int query_32 = warp / (width / 32), column_32 = warp % (width / 32);
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int j = 0; j < width / 32; ++j) {
+      for (int j = 0; j < 4; ++j) {
         float x[4] = {};
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          if (set) x[e] = slab[place_in_slab(m * (width / 32) + j, lane, e)];
-        put<T, width>(tile, 32 * (warp / 4) + 16 * m, width / 4 * (warp % 4) + 8 * j, x, a.scale, a.scale);
+          if (set) x[e] = slab[place_in_slab(4 * m + j, lane, e)];
+        put<T, width>(tile, 32 * query_32 + 16 * m, 32 * column_32 + 8 * j, x, a.scale, a.scale);
       }
     __syncthreads();
-    store_tile<T, width>(tile, 0, queries, thread, threads, dq.of<T>(b, h), dq.row, a.width, packs,
-                         [&](int row) -> int64_t {
-                           const int64_t query = block * queries + row;
-                           return query < a.queries ? query : -1;
-                         });
+    store_tile<T, width>(tile, 0, S::queries, thread, threads, dq.of<T>(b, h), dq.row, a.width, packs,
+                         [&](int row) -> int64_t { return first + row < a.queries ? first + row : -1; });
     __syncthreads();
   }
 }
@@ -377,12 +403,12 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
   const Device device = p.q.device();
   const cudaStream_t stream = stream_of(device);
   const int64_t matrices = p.batch() * p.heads();
-  const int64_t blocks = (p.queries() + queries - 1) / queries, padded = blocks * queries;
+  const int64_t blocks = (p.queries() + S::queries - 1) / S::queries, padded = blocks * S::queries;
   Tensor lse = Tensor::empty({matrices, padded}, f32, device),
          delta = Tensor::empty({matrices, padded}, f32, device);
   prepare_rows(p, g, d_out, padded, {lse.mutable_data<float>(), delta.mutable_data<float>(), nullptr}, {});
   const int64_t slabs = matrices * blocks * warps, elements = slabs * S::slab;
-  const int64_t pairs = (blocks + halves - 1) / halves;
+  const int64_t pairs = (p.queries() + pair - 1) / pair;
   const bool in_order = p.deterministic;
   Tensor sum = in_order ? Tensor::empty({elements}, f32, device) : Tensor::zeros({elements}, f32, device);
   Tensor counts = in_order ? Tensor::zeros({1 + matrices * pairs * warps}, i32, device) : Tensor();
@@ -432,7 +458,7 @@ bool run_one_pass_backward(const AttentionProblem& p, AttentionGradients& g, con
   const size_t memory = width == 64 ? Shape<64>::memory : Shape<128>::memory;
   if (p.mask.rule().packed() || memory + static_memory > properties(p.q.device()).sharedMemPerBlockOptin)
     return false;
-  const GroupedTable maps = grouped_table(p, Side::key, keys / tile_size, halves);
+  const GroupedTable maps = grouped_table(p, Side::key, keys / tile_size, pair / tile_size);
   if (maps.gathers || (p.deterministic && !maps.contiguous)) return false;
   dispatch_16_bit(p.q.dtype(), [&](auto zero) {
     using T = decltype(zero);
