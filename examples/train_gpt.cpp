@@ -265,7 +265,10 @@ bool train(GPT& model, Optimizer& optimizer, LossScale* scale, const Task& task,
   const double speed = progress.tokens_per_second(), peak = peak_flops(device, model.config().dtype);
   const double share = peak > 0 ? 100 * speed * flops_per_token(model) / peak : 0;
   if (device != cpu && speed > 0)
-    progress.note(format("%.1f k tok/s on %s; ", speed / 1000, device_name(device).c_str()) +
+    progress.note(format("%.1f k tok/s on %s", speed / 1000, device_name(device).c_str()) +
+                  (progress.left_out() > 0
+                       ? format(", the first %ld steps left out; ", long(progress.left_out()))
+                       : std::string("; ")) +
                   (peak > 0 ? format("%.1f %% of its %.0f TFLOP/s", share, peak / 1e12)
                             : std::string("share of its peak: n/a")) +
                   ", counting 6 (P + L T C) FLOP a token");

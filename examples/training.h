@@ -106,6 +106,7 @@ class Progress {
       ++steps_;
       loss_ += (loss - loss_) / static_cast<double>(std::min<int64_t>(steps_, 50));
     }
+    if (first_steps_ < 10) first_steps_ = steps_, first_seconds_ = seconds_;
     const bool last = done_ == total_;
     if (terminal_ ? last || seconds_ - shown_ > 0.1 : last || done_ / interval != before / interval) {
       shown_ = seconds_;
@@ -123,7 +124,14 @@ class Progress {
 
   /// Of training, without what came in between.
   double seconds() const { return seconds_ + std::chrono::duration<double>(Clock::now() - since_).count(); }
-  double tokens_per_second() const { return static_cast<double>(steps_ * tokens_per_step_) / seconds_; }
+  /// The same without the first steps, ten or a few more, in which all is allocated and chosen; of all steps
+  /// where there are no others.
+  double tokens_per_second() const {
+    const double seconds = left_out() > 0 ? seconds_ - first_seconds_ : seconds_;
+    return static_cast<double>((steps_ - left_out()) * tokens_per_step_) / seconds;
+  }
+  /// How many steps that leaves out.
+  int64_t left_out() const { return steps_ > first_steps_ ? first_steps_ : 0; }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -135,7 +143,7 @@ class Progress {
       bar = " [" + bar + std::string(24 - bar.size(), ' ') + "]";
     }
     const auto left =
-        std::lround(seconds_ / static_cast<double>(steps_) * static_cast<double>(total_ - done_));
+        std::lround(static_cast<double>((total_ - done_) * tokens_per_step_) / tokens_per_second());
     char text[160];
     std::snprintf(text, sizeof text, "step %ld/%ld%s  loss %.*f  %.1f k tok/s  %ld:%02ld left", long(done_),
                   long(total_), bar.c_str(), loss_ < 0.1 ? 5 : 3, loss_, tokens_per_second() / 1000,
@@ -143,10 +151,10 @@ class Progress {
     return text;
   }
 
-  int64_t done_, total_, tokens_per_step_, steps_ = 0;
+  int64_t done_, total_, tokens_per_step_, steps_ = 0, first_steps_ = 0;
   bool terminal_ = isatty(STDOUT_FILENO) == 1;
   double loss_ = 0;  // running mean
-  double seconds_ = 0, shown_ = 0;
+  double seconds_ = 0, first_seconds_ = 0, shown_ = 0;
   Clock::time_point since_ = Clock::now();
 };
 

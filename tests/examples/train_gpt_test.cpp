@@ -167,6 +167,7 @@ TEST_F(TrainGpt, TrainsOnADevice) {
     const auto logged = losses("log.jsonl");
     ASSERT_EQ(logged.size(), 100u);
     EXPECT_LT(std::stod(logged.back()), 0.97 * std::stod(logged.front())) << flags;
+    EXPECT_NE(result.out.find(", the first 16 steps left out; "), std::string::npos) << result.out;
   }
   const Outcome profiled = run("--device cuda --text text.txt --steps 60 --profile trace.json" + tiny);
   EXPECT_EQ(profiled.status, 0) << profiled.error;
