@@ -241,24 +241,44 @@ class Scratch {
   void* data_ = nullptr;
 };
 
+// Times what a captured step would launch: a graph, in which what a product puts before its kernel, such as
+// memory set to 0, takes longer than on the stream alone.
 class Stopwatch {
  public:
   Stopwatch() {
     check_call(cudaEventCreate(&begin_), "product");
     check_call(cudaEventCreate(&end_), "product");
+    check_call(cudaStreamCreateWithFlags(&recorder_, cudaStreamNonBlocking), "product");
   }
   ~Stopwatch() {
+    for (cudaGraphExec_t graph : graphs_) cudaGraphExecDestroy(graph);
+    cudaStreamDestroy(recorder_);
     cudaEventDestroy(begin_);
     cudaEventDestroy(end_);
   }
   Stopwatch(const Stopwatch&) = delete;
   Stopwatch& operator=(const Stopwatch&) = delete;
 
-  // Milliseconds that the stream takes for what f puts on it.
+  // What f(stream) puts on the stream, to be launched on another; null where it cannot be, as f may say.
   template <class F>
-  float time(cudaStream_t stream, F&& f) const {
+  cudaGraphExec_t record(cudaStream_t stream, F&& f) {
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t executable = nullptr;
+    check_call(cudaStreamBeginCapture(recorder_, cudaStreamCaptureModeRelaxed), "product");
+    const bool complete = f(recorder_);
+    if (cudaStreamEndCapture(recorder_, &graph) == cudaSuccess && complete &&
+        cudaGraphInstantiate(&executable, graph, 0) == cudaSuccess) {
+      graphs_.push_back(executable);
+      cudaGraphUpload(executable, stream);
+    }
+    if (graph) cudaGraphDestroy(graph);
+    cudaGetLastError();  // taken note of: the next check is about the next call
+    return executable;
+  }
+  // Milliseconds that it takes on the stream.
+  float time(cudaStream_t stream, cudaGraphExec_t graph) const {
     check_call(cudaEventRecord(begin_, stream), "product");
-    f();
+    check_call(cudaGraphLaunch(graph, stream), "product");
     check_call(cudaEventRecord(end_, stream), "product");
     check_call(cudaEventSynchronize(end_), "product");
     float milliseconds = 0;
@@ -268,6 +288,8 @@ class Stopwatch {
 
  private:
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
+  cudaStream_t recorder_ = nullptr;  // its own, as others may use the device's
+  std::vector<cudaGraphExec_t> graphs_;
 };
 
 // Eight floats of 16 bits a pack, of either sign: `lowest` and what `varies` adds to it are exponents and
@@ -340,20 +362,20 @@ Algorithm fastest(const Plan& plan, const Library& cublas, const Prepared& ready
   int* const differ = reinterpret_cast<int*>(data + flags);
   check_call(cudaMemsetAsync(differ, 0, most_candidates * sizeof(int), stream), "product");
 
-  const auto run = [&](const Algorithm& algorithm, size_t shift) {
+  const auto run = [&](const Algorithm& algorithm, size_t shift, cudaStream_t on) {
     const Epilogue there{epilogue.kind, epilogue.vector ? data + vector : nullptr,
                          epilogue.matrix ? data + matrix + shift : nullptr};
     std::byte* const to = data + d + shift;
     const bool runs =
         start<float>(cublas, ready, algorithm, {data + a, data + b, plan.adds ? data + added : to, to, there},
-                     plan.adds, stream) == CUBLAS_STATUS_SUCCESS;
+                     plan.adds, on) == CUBLAS_STATUS_SUCCESS;
     if (!runs) cudaGetLastError();  // taken note of: the next check is about the next call
     return runs;
   };
-  if (!run(first, 0)) return first;
+  if (!run(first, 0, stream)) return first;
   std::vector<Algorithm> tried, alike{first};
   for (const Algorithm& other : ready.others) {
-    if (!run(other, result_bytes)) continue;
+    if (!run(other, result_bytes, stream)) continue;
     const auto count = static_cast<int64_t>(result_bytes / sizeof(uint4));
     find_difference<<<blocks_for(count, threads, 1 << 14), threads, 0, stream>>>(
         differ + tried.size(), packs(results), packs(results + result_bytes), count);
@@ -367,18 +389,27 @@ Algorithm fastest(const Plan& plan, const Library& cublas, const Prepared& ready
     if (!found[i]) alike.push_back(tried[i]);
   if (alike.size() == 1) return first;
 
-  // In turns, so that all meet the same clock rates.
-  const Stopwatch watch;
-  const int rounds = 4, runs = multiply_adds(plan) < 2e10 ? 8 : 2;  // enough for what events resolve
+  Stopwatch watch;
+  const int rounds = 3, runs = std::clamp(static_cast<int>(5e10 / multiply_adds(plan)), 1, 8);
+  std::vector<cudaGraphExec_t> graphs;
+  for (const Algorithm& algorithm : alike)
+    graphs.push_back(watch.record(stream, [&](cudaStream_t on) {
+      bool all = true;
+      for (int i = 0; i < runs; ++i) all = all && run(algorithm, result_bytes, on);
+      return all;
+    }));
+  if (std::ranges::count(graphs, nullptr)) return first;
+  // In turns, so that all meet the same clock rates; what is far behind takes no further one.
   std::vector<float> least(alike.size(), std::numeric_limits<float>::infinity());
-  for (int round = 0; round < rounds; ++round)
+  for (int round = 0; round < rounds; ++round) {
+    const float before = *std::ranges::min_element(least);
     for (size_t i = 0; i < alike.size(); ++i) {
-      run(alike[i], result_bytes);  // meanwhile the host gets ahead
-      least[i] = std::min(least[i], watch.time(stream, [&] {
-        for (int j = 0; j < runs; ++j) run(alike[i], result_bytes);
-      }));
+      if (least[i] > 1.1f * before) continue;
+      run(alike[i], result_bytes, stream);  // meanwhile the host gets ahead
+      least[i] = std::min(least[i], watch.time(stream, graphs[i]));
     }
-  const auto best = static_cast<size_t>(std::min_element(least.begin(), least.end()) - least.begin());
+  }
+  const auto best = static_cast<size_t>(std::ranges::min_element(least) - least.begin());
   return least[best] < 0.97f * least[0] ? alike[best] : first;
 }
 
