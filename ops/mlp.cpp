@@ -50,8 +50,10 @@ Variable mlp(const Variable& x, const Variable& up, const Variable& up_bias, con
         const Tensor& at = saved_input.get();
         Tensor d_input = Tensor::empty(at.shape(), at.dtype(), at.device());
         product(d_input, dy, saved_down.get());
-        gelu_backward(d_input, d_input, at, form);
-        if (grads.wants(2)) result[2] = sum_to(d_input, {d_input.size(1)});
+        if (grads.wants(2))
+          result[2] = gelu_backward_and_sums(d_input, d_input, at, form);
+        else
+          gelu_backward(d_input, d_input, at, form);
         if (grads.wants(0)) result[0] = add_product(grads, 0, d_input, saved_up.get(), x_shape);
         if (grads.wants(1))
           result[1] = add_product(grads, 1, d_input.transpose(0, 1), saved_x.get(), up_shape);

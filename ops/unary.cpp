@@ -131,6 +131,12 @@ namespace {
 const Function& function_of(Gelu form) {
   return form == Gelu::exact ? gelu_exact_function : gelu_tanh_function;
 }
+
+// In one kernel, where it can do that and says that it is done.
+using BackwardAndSums = Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, bool&)>;
+constexpr auto not_on_cpu = [](Tensor&, Tensor&, const Tensor&, const Tensor&, bool&) {};
+const BackwardAndSums gelu_exact_sums{"gelu.exact_backward_and_sums", not_on_cpu},
+    gelu_tanh_sums{"gelu.tanh_backward_and_sums", not_on_cpu};
 }  // namespace
 
 Variable gelu(const Variable& x, Gelu form) { return apply(function_of(form), x); }
@@ -139,6 +145,17 @@ void gelu_forward(Tensor& y, const Tensor& x, Gelu form) { function_of(form).for
 
 void gelu_backward(Tensor& dx, const Tensor& dy, const Tensor& x, Gelu form) {
   function_of(form).backward(x.device(), dx, dy, x);
+}
+
+Tensor gelu_backward_and_sums(Tensor& dx, const Tensor& dy, const Tensor& x, Gelu form) {
+  if (x.device() != cpu) {
+    Tensor sums = Tensor::empty({x.size(1)}, x.dtype(), x.device());
+    bool done = false;
+    (form == Gelu::exact ? gelu_exact_sums : gelu_tanh_sums)(x.device(), dx, sums, dy, x, done);
+    if (done) return sums;
+  }
+  gelu_backward(dx, dy, x, form);
+  return sum_to(dx, {dx.size(1)});
 }
 
 Variable silu(const Variable& x) { return apply(silu_function, x); }

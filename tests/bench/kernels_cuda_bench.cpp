@@ -33,6 +33,8 @@ const Kernel<void(Tensor&, Tensor&, Tensor&, const Tensor&, const Tensor&, const
     norm_backward{"layer_norm.backward", nullptr};
 const Kernel<void(Tensor&, const Tensor&)> gelu_forward{"gelu.tanh", nullptr};
 const Kernel<void(Tensor&, const Tensor&, const Tensor&)> gelu_backward{"gelu.tanh_backward", nullptr};
+const Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, bool&)> gelu_backward_and_sums{
+    "gelu.tanh_backward_and_sums", nullptr};
 const Kernel<void(Tensor&, Tensor&, const Tensor&, const Tensor&, int64_t, double)> loss_forward{
     "cross_entropy.forward", nullptr};
 const Kernel<void(Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, double)>
@@ -109,6 +111,10 @@ void measure(const Case& c) {
          dx = tensors(turns, {c.rows, hidden});
     show("gelu", 2 * size(hidden), turns, [&](size_t i) { gelu_forward(cuda, dx[i], x[i]); });
     show("gelu backward", 3 * size(hidden), turns, [&](size_t i) { gelu_backward(cuda, dx[i], g[i], x[i]); });
+    Tensor sums = Tensor::empty({hidden}, bf16, cuda);
+    bool done = false;
+    show("gelu backward with sums", 3 * size(hidden), turns,
+         [&](size_t i) { gelu_backward_and_sums(cuda, dx[i], sums, g[i], x[i], done); });
   }
   const Tensor uniform = randint({c.rows}, 0, c.vocabulary).to(cuda);
   {

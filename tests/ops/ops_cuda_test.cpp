@@ -10,6 +10,7 @@
 #include "core/expect_error.h"
 #include "torus/autograd/tape.h"
 #include "torus/core/memory.h"
+#include "torus/ops/gelu.h"
 #include "torus/ops/ops.h"
 
 namespace torus {
@@ -154,6 +155,34 @@ TEST_F(CudaOps, MlpOfManyRows) {
                      random_tensor({hidden}, dtype), random_tensor({24, hidden}, dtype, -0.2, 0.2, 3),
                      random_tensor({24}, dtype), random_tensor({rows, 24}, dtype)},
                     true, 8);
+}
+
+// In one kernel or in two: the same bits, also where dx takes the place of dy.
+TEST_F(CudaOps, GeluBackwardAndSums) {
+  for (DType dtype : floating)
+    for (Gelu form : {Gelu::exact, Gelu::tanh})
+      for (const Shape& shape : {Shape{1, 8},
+                                 {3, 24},
+                                 {33, 136},
+                                 {129, 7},
+                                 {1700, 1032},
+                                 {40000, 8},
+                                 {9000, 384},
+                                 {16384, 1536},
+                                 {0, 16},
+                                 {16, 0}}) {
+        const Tensor dy = random_tensor(shape, dtype).to(cuda),
+                     x = random_tensor(shape, dtype, -4, 4).to(cuda);
+        Tensor alone = Tensor::empty(shape, dtype, cuda), dx = Tensor::empty(shape, dtype, cuda),
+               in_place = dy.clone();
+        gelu_backward(alone, dy, x, form);
+        const auto slopes = alone.to_vector<double>(), sums = sum_to(alone, {shape[1]}).to_vector<double>();
+        EXPECT_EQ(gelu_backward_and_sums(dx, dy, x, form).to_vector<double>(), sums) << dtype << shape;
+        EXPECT_EQ(dx.to_vector<double>(), slopes) << dtype << shape;
+        EXPECT_EQ(gelu_backward_and_sums(in_place, in_place, x, form).to_vector<double>(), sums)
+            << dtype << shape;
+        EXPECT_EQ(in_place.to_vector<double>(), slopes) << dtype << shape;
+      }
 }
 
 TEST_F(CudaOps, PowersOfSpecialNumbers) {
