@@ -26,12 +26,12 @@ struct ForwardArguments {
 
 // Queries a warp group: 64. `consumers` warp groups; keys at a time. `general`: scores are more than products
 // times a positive scale; what makes them wants registers.
-template <int width, bool gathers, bool general>
+template <int width, bool gathers, bool general, int warp_groups>
 struct Shape {
-  static constexpr int consumers = width == 64 && !gathers && !general ? 3 : 2;
+  static constexpr int consumers = warp_groups;
   static constexpr int halves = width == 256 || general ? 1 : 2;
   static constexpr int keys = 64 * halves;
-  static constexpr int stages = general || (width == 64 && gathers) ? 4 : 2;
+  static constexpr int stages = general || width == 64 ? 4 : 2;
   static constexpr int q_stages = width == 256 ? 1 : 2;
   static constexpr int threads = 128 * (consumers + 1);
   static constexpr int panels = width / 64;
@@ -160,10 +160,10 @@ __device__ inline void gather_tiles(const ForwardArguments& a, Shared<S, true>& 
   }
 }
 
-template <class T, int width, bool gathers, bool general>
-__global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
+template <class T, int width, bool gathers, bool general, int warp_groups>
+__global__ void __launch_bounds__(Shape<width, gathers, general, warp_groups>::threads, 1)
     forward(const __grid_constant__ ForwardArguments a) {
-  using S = Shape<width, gathers, general>;
+  using S = Shape<width, gathers, general, warp_groups>;
   constexpr int consumers = S::consumers, halves = S::halves, keys = S::keys, stages = S::stages;
   static_assert(S::panels * 64 == width);
   extern __shared__ __align__(1024) char memory[];
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
   const float slack = 8 / to_log2;  // weights may grow to 2^8 before sums are rescaled
   Stage<stages> stage;
   Stage<S::q_stages> q_stage;
-  constexpr bool in_turn = width == 64 && !gathers && !general;
+  constexpr bool in_turn = consumers == 3;
   if (in_turn && me == consumers - 1) arrive_at(1, 256);
 
   auto& told = shared.told;
@@ -440,11 +440,32 @@ __global__ void __launch_bounds__(Shape<width, gathers, general>::threads, 1)
   }
 }
 
-template <class T, int width, bool gathers, bool general>
+int64_t multiprocessors(const AttentionProblem& p) { return properties(p.q.device()).multiProcessorCount; }
+
+// Two warp groups that multiply, or three. With three a row of queries costs less, which is counted as an
+// eighth; but rows beyond the last query cost as much as others, as do multiprocessors that wait for the last
+// tiles.
+int best_warp_groups(const AttentionProblem& p) {
+  const auto rows = [&](int64_t warp_groups) {  // those of a multiprocessor, in 64s
+    const int64_t tiles = (p.queries() + 64 * warp_groups - 1) / (64 * warp_groups) * p.batch() * p.heads();
+    return (tiles + multiprocessors(p) - 1) / multiprocessors(p) * warp_groups;
+  };
+  return 9 * rows(2) < 8 * rows(3) ? 2 : 3;
+}
+
+template <class T, int width, bool gathers, bool general, int warp_groups>
 void launch(const AttentionProblem& p, const mma::HostScores& scores, Tensor& out, Tensor& lse) {
-  using S = Shape<width, gathers, general>;
+  using S = Shape<width, gathers, general, warp_groups>;
   const GroupedTable maps = grouped_table(p, Side::query, S::consumers, S::halves);
-  const int64_t group = p.heads() / p.kv_heads(), bytes = p.keys() * (p.width() + p.value_width()) * 2;
+  const int64_t group = p.heads() / p.kv_heads(), row = (p.width() + p.value_width()) * 2;
+  // What passes through the cache between two tiles of queries of a matrix.
+  mma::Schedule schedule(maps.groups, p.batch() * p.heads(), p.keys() * row / group + 64 * S::consumers * row,
+                         true);
+  // Tiles that differ in length are counted off, but where each multiprocessor gets as many of each length
+  // anyway.
+  const bool one_map = maps.batch_step == 0 && maps.head_step == 0;
+  const bool counts = !maps.uniform && !(one_map && schedule.section >= multiprocessors(p));
+  if (!maps.uniform && !counts) schedule.section -= schedule.section % multiprocessors(p);
   ForwardArguments arguments{tensor_map(p.q, 64),
                              tensor_map(p.k, S::keys),
                              tensor_map(p.v, S::keys),
@@ -461,13 +482,13 @@ void launch(const AttentionProblem& p, const mma::HostScores& scores, Tensor& ou
                              scores.arguments,
                              nullptr,
                              maps,
-                             mma::Schedule(maps.groups, p.batch() * p.heads(), bytes / group, true)};
+                             schedule};
   Tensor taken;
-  if (!maps.uniform) {
+  if (counts) {
     taken = Tensor::zeros({1}, i32, p.q.device());
     arguments.taken = taken.mutable_data<int32_t>();
   }
-  const auto kernel = forward<T, width, gathers, general>;
+  const auto kernel = forward<T, width, gathers, general, warp_groups>;
   constexpr size_t bytes_of_shared = S::memory + sizeof(Shared<S, gathers>);
   allow_shared_memory(reinterpret_cast<const void*>(kernel), bytes_of_shared);
   kernel<<<blocks_at_once(arguments.schedule, p.q.device()), S::threads, bytes_of_shared, stream_of(p.q)>>>(
@@ -490,8 +511,11 @@ void run_forward(const AttentionProblem& p, Tensor& out, Tensor& lse) {
       constexpr int w = decltype(width)::value;
       const auto run = [&](auto general) {
         constexpr bool is_general = decltype(general)::value;
-        gathers ? launch<T, w, true, is_general>(p, scores, out, lse)
-                : launch<T, w, false, is_general>(p, scores, out, lse);
+        if constexpr (w == 64 && !is_general)
+          if (!gathers && best_warp_groups(p) == 3)
+            return launch<T, w, false, is_general, 3>(p, scores, out, lse);
+        gathers ? launch<T, w, true, is_general, 2>(p, scores, out, lse)
+                : launch<T, w, false, is_general, 2>(p, scores, out, lse);
       };
       if constexpr (w < 256)
         if (general_scores) return run(std::true_type{});

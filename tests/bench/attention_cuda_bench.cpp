@@ -67,6 +67,7 @@ std::vector<Case> cases() {
     for (int64_t tokens : {512, 2048, 8192, 16384}) all.push_back(dense(tokens, width));
   for (int64_t width : {64, 128})
     for (int64_t tokens : {512, 2048, 8192, 16384}) all.push_back(dense(tokens, width, "causal", causal()));
+  all.push_back({"causal char d64 N256", 64, 6, 256, 256, 64, causal()});
   all.push_back(dense(8192, 256));
   all.push_back(dense(8192, 256, "causal", causal()));
   all.push_back(dense(8192, 128, "window 1024", sliding_window(512, 511)));

@@ -232,6 +232,35 @@ TEST_P(CudaMma, PairsOfTiles) {
       bf16);
 }
 
+// At width 64, hopper takes two or three warp groups by the length and the number of tiles; tiles that differ
+// in length are counted off, or are shared out where there are many matrices.
+TEST_P(CudaMma, ShortSequences) {
+  const auto many = [](const std::string& name, const Mask& mask, int64_t n) {
+    return Problem{.name = name + ", " + std::to_string(n),
+                   .batch = 6,
+                   .heads = 22,
+                   .kv_heads = 22,
+                   .queries = n,
+                   .keys = n,
+                   .mask = mask};
+  };
+  for (const auto& [name, mask] : {std::pair<std::string, Mask>{"full", full()},
+                                   {"causal", causal()},
+                                   {"window", sliding_window(70, 3)}}) {
+    check_case(many(name, mask, 256), bf16);  // two
+    check_case(many(name, mask, 320), f16);   // three
+    check_both({.name = name + ", few", .queries = 500, .keys = 500, .mask = mask});
+  }
+  check_case({.name = "rows without keys",
+              .batch = 6,
+              .heads = 22,
+              .kv_heads = 11,
+              .queries = 256,
+              .keys = 100,
+              .mask = causal(Align::bottom_right)},
+             bf16);
+}
+
 TEST_P(CudaMma, Masks) {
   const auto make = [](const char* name, const Mask& mask, int64_t queries = 200, int64_t keys = 200) {
     return Problem{.name = name,
