@@ -12,54 +12,79 @@ constexpr int threads = 128;
 
 // ------------------------------------------------------------------------------------------ numbers a row
 
+constexpr int row_threads = 256, rows_at_once = 4, rows_a_block = row_threads / 8 * rows_at_once;
+
 struct RowArguments {
   Operand out, d_out;
   const float *lse, *d_lse;  // d_lse: null if there is none
   int64_t d_lse_step[3];
-  int64_t rows, heads, queries, padded;  // rows: of all matrices, `padded` each
+  int64_t batch, heads, queries, padded;  // rows of a matrix: `padded`
   int value_width;
   bool packs;
   AttentionDropout dropout;
   Replayed<uint64_t> position;
 };
 
-// Eight lanes a row.
+// Eight lanes go through `rows_at_once` rows side by side, whose loads are all under way before the first is
+// used, and have a row each in the end. Blocks of threads are of some rows, a head, a batch: no divisions.
 template <class T>
-__global__ void __launch_bounds__(256) compute_rows(const __grid_constant__ RowArguments a, RowNumbers to) {
+__global__ void __launch_bounds__(row_threads, 4)
+    compute_rows(const __grid_constant__ RowArguments a, RowNumbers to) {
+  static_assert(rows_at_once <= 8);
+  wait_for_kernel_before();
   const int part = static_cast<int>(threadIdx.x) % 8;
-  const int64_t step = int64_t{gridDim.x} * 32;
-  for (int64_t first = int64_t{blockIdx.x} * 32; first < a.rows; first += step) {
-    const int64_t row = first + threadIdx.x / 8;
-    if (row - row % 4 >= a.rows) continue;  // whole warps go on
-    const int64_t valid = min(row, a.rows - 1), matrix = valid / a.padded;
-    const int64_t b = matrix / a.heads, h = matrix % a.heads;
-    const bool there = valid % a.padded < a.queries;
-    const int64_t query = there ? valid % a.padded : 0;
-    const T* const out = a.out.of<const T>(b, h) + query * a.out.row;
-    const T* const d_out = a.d_out.of<const T>(b, h) + query * a.d_out.row;
-    float sum = 0;
-    for (int d = 8 * part; d < a.value_width; d += 64) {
-      if (a.packs) {
-        const auto x = *reinterpret_cast<const Pack<T>*>(out + d);
-        const auto y = *reinterpret_cast<const Pack<T>*>(d_out + d);
+  const int64_t top = int64_t{blockIdx.x} * rows_a_block + threadIdx.x / 8 * rows_at_once;
+  const int64_t query = top + part;
+  const bool stores = part < rows_at_once && query < a.padded, there = stores && query < a.queries;
+  for (int64_t b = blockIdx.z; b < a.batch; b += gridDim.z)
+    for (int64_t h = blockIdx.y; h < a.heads; h += gridDim.y) {
+      const int64_t matrix = b * a.heads + h;
+      const float lse = there ? a.lse[matrix * a.queries + query] : -infinity;
+      const T* const out = a.out.of<const T>(b, h);
+      const T* const d_out = a.d_out.of<const T>(b, h);
+      float sum[rows_at_once] = {}, own = 0;
+      for (int d = 8 * part; d < a.value_width; d += 64) {
+        const auto row = [&](int k) { return min(top + k, a.queries - 1); };
+        if (a.packs) {
+          uint4 x[rows_at_once], y[rows_at_once];
 #pragma unroll
-        for (int e = 0; e < 8; ++e) sum += widen(x.at[e]) * widen(y.at[e]);
-      } else {
-        for (int e = d; e < d + 8 && e < a.value_width; ++e) sum += widen(out[e]) * widen(d_out[e]);
+          for (int k = 0; k < rows_at_once; ++k) {
+            x[k] = *reinterpret_cast<const uint4*>(out + row(k) * a.out.row + d);
+            y[k] = *reinterpret_cast<const uint4*>(d_out + row(k) * a.d_out.row + d);
+          }
+#pragma unroll
+          for (int k = 0; k < rows_at_once; ++k) {
+            float left[8], right[8];
+            widen_pack<T>(left, x[k]);
+            widen_pack<T>(right, y[k]);
+#pragma unroll
+            for (int e = 0; e < 8; ++e) sum[k] += left[e] * right[e];
+          }
+        } else {
+#pragma unroll
+          for (int k = 0; k < rows_at_once; ++k)
+#pragma unroll 1
+            for (int e = d; e < d + 8 && e < a.value_width; ++e)
+              sum[k] += widen(out[row(k) * a.out.row + e]) * widen(d_out[row(k) * a.d_out.row + e]);
+        }
       }
-    }
 #pragma unroll
-    for (int lanes = 4; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-    if (part != 0 || row >= a.rows) continue;
-    if (a.d_lse) sum -= a.d_lse[b * a.d_lse_step[0] + h * a.d_lse_step[1] + query * a.d_lse_step[2]];
-    const float lse = there ? a.lse[matrix * a.queries + query] : -infinity;
-    const bool no_key = lse == -infinity;
-    to.lse[row] = no_key ? infinity : lse * log2_e;
-    to.delta[row] = no_key ? 0 : sum;
-    if (to.word)
-      to.word[row] =
-          AttentionDropout{a.dropout.probability, a.dropout.seed, a.position.get()}.row_word(matrix, query);
-  }
+      for (int k = 0; k < rows_at_once; ++k) {
+#pragma unroll
+        for (int lanes = 4; lanes > 0; lanes /= 2) sum[k] += __shfl_xor_sync(0xffffffffu, sum[k], lanes);
+        if (part == k) own = sum[k];
+      }
+      if (!stores) continue;
+      if (there && a.d_lse)
+        own -= a.d_lse[b * a.d_lse_step[0] + h * a.d_lse_step[1] + query * a.d_lse_step[2]];
+      const bool no_key = lse == -infinity;
+      const int64_t row = matrix * a.padded + query;
+      to.lse[row] = no_key ? infinity : lse * log2_e;
+      to.delta[row] = no_key ? 0 : own;
+      if (to.word)
+        to.word[row] =
+            AttentionDropout{a.dropout.probability, a.dropout.seed, a.position.get()}.row_word(matrix, query);
+    }
 }
 
 // --------------------------------------------------------------------------------------------- gradients
@@ -366,7 +391,7 @@ void prepare_rows(const AttentionProblem& p, const torus::detail::AttentionGradi
                  g.lse.data<float>(),
                  nullptr,
                  {},
-                 p.batch() * p.heads() * padded,
+                 p.batch(),
                  p.heads(),
                  p.queries(),
                  padded,
@@ -378,10 +403,13 @@ void prepare_rows(const AttentionProblem& p, const torus::detail::AttentionGradi
     a.d_lse = g.d_lse.data<float>();
     for (int axis = 0; axis < 3; ++axis) a.d_lse_step[axis] = g.d_lse.strides()[axis];
   }
+  const auto at_most = [](int64_t count) { return static_cast<unsigned>(std::min<int64_t>(count, 65535)); };
+  const dim3 grid(static_cast<unsigned>((padded + rows_a_block - 1) / rows_a_block), at_most(p.heads()),
+                  at_most(p.batch()));
   dispatch_16_bit(p.q.dtype(), [&](auto zero) {
-    compute_rows<decltype(zero)><<<blocks_for(a.rows, 32), 256, 0, stream_of(p.q)>>>(a, rows);
+    gpu::launch<compute_rows<decltype(zero)>>("attention.backward", grid, row_threads, stream_of(p.q), a,
+                                              rows);
   });
-  check_launch("attention.backward");
 }
 
 void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& g) {
