@@ -209,8 +209,19 @@ bool train(GPT& model, Optimizer& optimizer, LossScale* scale, const Task& task,
   // When all is warm, or half of the steps that a short run has.
   const int64_t profile_from = step + std::min<int64_t>(5, (options.steps - step) / 2),
                 profile_to = profile_from + 20;
+  const auto report = [&] {
+    const std::vector<double> losses = trainer.losses();
+    progress.steps(losses);
+    for (size_t i = 0; i < losses.size(); ++i)
+      log.write({{"step", double(step - int64_t(losses.size() - 1 - i))},
+                 {"loss", losses[i]},
+                 {"lr", rates[i]},
+                 {"tokens_per_second", progress.tokens_per_second()}});
+    rates.clear();
+  };
   const auto write_profile = [&] {
     profiler->stop();
+    report();  // what follows is no training
     profiler->write_trace(options.profile);
     const ProfileSummary summary = profiler->summary();
     profiler.reset();
@@ -238,14 +249,7 @@ bool train(GPT& model, Optimizer& optimizer, LossScale* scale, const Task& task,
     stopped = interrupt.requested() || (options.minutes > 0 && progress.seconds() > 60 * options.minutes);
     const bool pause = stopped || step % options.eval_every == 0 || step == options.steps;
     if (!trainer.full() && !pause) continue;
-    const std::vector<double> losses = trainer.losses();
-    progress.steps(losses);
-    for (size_t i = 0; i < losses.size(); ++i)
-      log.write({{"step", double(step - int64_t(losses.size() - 1 - i))},
-                 {"loss", losses[i]},
-                 {"lr", rates[i]},
-                 {"tokens_per_second", progress.tokens_per_second()}});
-    rates.clear();
+    report();
     if (!pause) continue;
     if (!stopped && step < options.steps) {
       const double score = evaluate(model, task, true);

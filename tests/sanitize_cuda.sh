@@ -5,7 +5,7 @@
 # usage: tests/sanitize_cuda.sh [--tool TOOL]... [--only REGEX] [--programs DIR] [--jobs N] [--seconds N]
 #   --tool      memcheck, racecheck, initcheck (these three by default) or synccheck
 #   --only      tests whose names (suite.test) match this regular expression of grep -E
-#   --programs  where core_tests and the others are (build/tests)
+#   --programs  where core_tests and the others are (build/tests); racecheck wants them built with -DTORUS_RACECHECK=ON
 #   --jobs      processes at once (half of the processors)
 #   --seconds   a process may take (300)
 set -euo pipefail

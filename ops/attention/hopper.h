@@ -23,6 +23,16 @@ using mma::quad_sum;
 using mma::shared_address;
 using Rows = mma::Operand;
 
+/// Lanes of a warp that say for it that it is done with what others will write again, after all have met:
+/// one. racecheck does not follow __syncwarp to a barrier in shared memory, and would report every such
+/// write: for it all lanes speak.
+#ifdef TORUS_RACECHECK
+inline constexpr int voices = 32;
+#else
+inline constexpr int voices = 1;
+#endif
+__device__ inline bool speaks_for_warp() { return static_cast<int>(threadIdx.x) % 32 < voices; }
+
 /// The same value in all lanes, which the compiler cannot know: products under a condition that lanes might
 /// differ on are run one by one.
 __device__ inline int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
@@ -448,7 +458,7 @@ struct Agenda {
 
   /// By one thread; each warp that copies or multiplies arrives once at what is empty again.
   __device__ void init() {
-    constexpr uint32_t readers = copying_warps + 4 * tiles;
+    constexpr uint32_t readers = (copying_warps + 4 * tiles) * voices;
     // Copies of all lanes, and once what they stored themselves.
     for (int i = 0; i < groups; ++i) group_full[i].init(32 + 1), group_empty[i].init(readers);
     for (int i = 0; i < visits; ++i) visit_full[i].init(32 + 1), visit_empty[i].init(readers);

@@ -192,13 +192,15 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
   const int thread = static_cast<int>(threadIdx.x), role = uniform(thread / 128);  // 0 copies
 
   if (thread == 0) {
-    for (int i = 0; i < 2; ++i) shared.tile_full[i].init(1), shared.tile_empty[i].init(4 * consumers + 1);
-    shared.kv_full.init(1), shared.kv_empty.init(4 * consumers);
+    for (int i = 0; i < 2; ++i)
+      shared.tile_full[i].init(1), shared.tile_empty[i].init(4 * consumers * voices + 1);
+    shared.kv_full.init(1), shared.kv_empty.init(4 * consumers * voices);
     for (int i = 0; i < stages; ++i) {
-      shared.q_full[i].init(1), shared.q_empty[i].init(4 * consumers);
-      shared.d_out_full[i].init(1), shared.d_out_empty[i].init(4 * consumers);
+      shared.q_full[i].init(1), shared.q_empty[i].init(4 * consumers * voices);
+      shared.d_out_full[i].init(1), shared.d_out_empty[i].init(4 * consumers * voices);
     }
-    for (int i = 0; i < 2; ++i) shared.ds_full[i].init(4 * consumers), shared.ds_empty[i].init(4 * consumers);
+    for (int i = 0; i < 2; ++i)
+      shared.ds_full[i].init(4 * consumers * voices), shared.ds_empty[i].init(4 * consumers * voices);
     for (int i = 0; i < 2 * consumers; ++i)
       shared.dq_full[i / 2][i % 2].init(128), shared.dq_empty[i / 2][i % 2].init(1);
     publish_barriers();
@@ -218,7 +220,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
 
   take_registers<240>();
   const int me = role - 1, in_group = thread % 128, lane = thread % 32, warp = in_group / 32;
-  const bool speaks = lane == 0;  // for its warp
+  const bool speaks = speaks_for_warp();
   const float to_log2 = a.scale * log2_e;
   float s[queries / 2];
   const auto transposed = [&](float(&c)[queries / 2], const char* own, const char* others) {

@@ -121,7 +121,7 @@ template <class T, int width, class S>
 __device__ inline void gather_tiles(const ForwardArguments& a, Shared<S, true>& shared, char* q_tiles,
                                     char* k_blocks, char* v_blocks) {
   auto& told = shared.told;
-  const bool speaks = threadIdx.x % 32 == 0;
+  const bool speaks = speaks_for_warp();
   Stage<S::stages> stage;
   Stage<S::q_stages> q_stage;
   Stage<groups> own;
@@ -176,10 +176,10 @@ __global__ void __launch_bounds__(Shape<width, gathers, general, warp_groups>::t
   if (thread == 0) {
     constexpr uint32_t copying = gathers ? 32 * copying_warps : 1;
     for (int i = 0; i < S::q_stages; ++i)
-      shared.q_full[i].init(copying), shared.q_empty[i].init(4 * consumers);
+      shared.q_full[i].init(copying), shared.q_empty[i].init(4 * consumers * voices);
     for (int i = 0; i < stages; ++i) {
       shared.k_full[i].init(copying), shared.v_full[i].init(copying);
-      shared.k_empty[i].init(4 * consumers), shared.v_empty[i].init(4 * consumers);
+      shared.k_empty[i].init(4 * consumers * voices), shared.v_empty[i].init(4 * consumers * voices);
     }
     if constexpr (gathers) shared.told.init();
     publish_barriers();
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(Shape<width, gathers, general, warp_groups>::t
 
   take_registers<consumers == 3 ? 160 : gathers ? 224 : general ? 240 : 232>();
   const int me = role - 1, in_group = thread % 128, lane = thread % 32;
-  const bool speaks = lane == 0;  // for its warp
+  const bool speaks = speaks_for_warp();
   constexpr int out_parts = width == 256 ? 2 : 1, out_size = width == 64 ? 32 : 64;
   const float scale = general ? 1 : a.scores.scale, to_log2 = scale * log2_e;
   const float slack = 8 / to_log2;  // weights may grow to 2^8 before sums are rescaled

@@ -70,9 +70,11 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
   if (thread == 0) {
     constexpr uint32_t copying = 32 * copying_warps;
     for (int i = 0; i < S::own_stages; ++i)
-      shared.own_full[i].init(copying), shared.own_empty[i].init(4 * consumers);
-    for (int i = 0; i < S::stages1; ++i) shared.full1[i].init(copying), shared.empty1[i].init(4 * consumers);
-    for (int i = 0; i < S::stages2; ++i) shared.full2[i].init(copying), shared.empty2[i].init(4 * consumers);
+      shared.own_full[i].init(copying), shared.own_empty[i].init(4 * consumers * voices);
+    for (int i = 0; i < S::stages1; ++i)
+      shared.full1[i].init(copying), shared.empty1[i].init(4 * consumers * voices);
+    for (int i = 0; i < S::stages2; ++i)
+      shared.full2[i].init(copying), shared.empty2[i].init(4 * consumers * voices);
     told.init();
     publish_barriers();
   }
@@ -89,7 +91,7 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
   if (role == 0) {
     give_registers<56>();
     if (thread < 32) return told.write(a.maps, a.schedule, a.taken, own_heads, members);
-    const bool speaks = lane == 0;
+    const bool speaks = speaks_for_warp();
     const Rows &x1 = keys_own ? a.k : a.q, &x2 = keys_own ? a.v : a.d_out;
     const Rows &y1 = keys_own ? a.q : a.k, &y2 = keys_own ? a.d_out : a.v;
     for (;; group_stage.next(), own_stage.next()) {
@@ -147,7 +149,7 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
 
   take_registers<224>();
   const int me = role - 1, in_group = thread % 128;
-  const bool speaks = lane == 0;  // for its warp
+  const bool speaks = speaks_for_warp();
   const float to_log2 = (general ? 1 : a.scores.scale) * log2_e;
   for (;; group_stage.next(), own_stage.next()) {
     const int group_at = group_stage.index, own_at = own_stage.index;

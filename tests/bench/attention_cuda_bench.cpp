@@ -1,6 +1,6 @@
 // Times the kernels of attention on a CUDA device, each backend that can run a problem, by events of the
 // device.
-//     attention_cuda_bench [PART OF A NAME]
+//     attention_cuda_bench [REGEX of names]
 // TFLOP/s are useful ones: 4 (forward) or 10 (backward) times the allowed pairs times the width; "visited"
 // are those of all pairs in the tiles that the mask's map visits. Backward gives the same bits each time,
 // unordered need not. MiB: results and what a pass holds beside them, at most.
@@ -12,6 +12,7 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <regex>
 #include <string>
 
 namespace torus::gpu {
@@ -176,6 +177,7 @@ int main(int argc, char** argv) {
   for (const char* pass : {"forward", "backward", "unordered"})
     std::printf(" %9s %8s %8s", pass, "TFLOP/s", "visited");
   std::printf(" %8s\n", "MiB");
+  const std::regex chosen(argc < 2 ? "" : argv[1]);
   for (const Case& c : cases())
-    if (argc < 2 || c.name.find(argv[1]) != std::string::npos) measure(c);
+    if (std::regex_search(c.name, chosen)) measure(c);
 }

@@ -1,7 +1,9 @@
 """PyTorch's side of compare_pytorch_cuda.sh, and the table of both.
 
-usage: compare_pytorch_cuda.py attention|train         times PyTorch; one line a measurement, as JSON
-       compare_pytorch_cuda.py table DIRECTORY         reads what both wrote there, prints ratios
+usage: compare_pytorch_cuda.py attention [REGEX]   times PyTorch, problems whose names match; one line a measurement,
+                                                   as JSON
+       compare_pytorch_cuda.py train               the same of training steps
+       compare_pytorch_cuda.py table DIRECTORY     reads what both wrote there, prints ratios
 """
 import contextlib
 import datetime
@@ -49,10 +51,16 @@ def deterministic_algorithms():
         torch.use_deterministic_algorithms(False)
 
 
+chosen = re.compile("")  # names of the problems that are timed
+
+
 def measured(name, backend, attend, tensors, in_order=None):
     """Forward, backward, and the memory that both take beside the operands. What cannot run says so. `in_order`: True if
     backward gives the same bits each time, or the same attention whose backward does under deterministic_algorithms."""
     import torch
+
+    if not chosen.search(name):
+        return
 
     def backward(out):
         return milliseconds(lambda: torch.autograd.grad(out, tensors, seed, retain_graph=True))
@@ -82,12 +90,14 @@ def measured(name, backend, attend, tensors, in_order=None):
     torch.cuda.empty_cache()
 
 
-def attention():
+def attention(only=""):
+    global chosen
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     from torch.nn.functional import scaled_dot_product_attention
 
+    chosen = re.compile(only)
     for limit in ("recompile_limit", "accumulated_recompile_limit"):  # beyond it, flex would run unfused
         setattr(torch._dynamo.config, limit, 1000)
     flex = torch.compile(flex_attention, dynamic=False)
@@ -125,6 +135,8 @@ def attention():
 
     def masked(name, label, allows, tensors, order=None):
         """`order`: the place in memory of each token, by which `allows` is asked."""
+        if not chosen.search(name):
+            return
         rule = allows if order is None else lambda b, h, i, j: allows(b, h, order[i], order[j])
         try:
             blocks = create_block_mask(rule, None, None, tensors[0].shape[2], tensors[1].shape[2], device="cuda")
@@ -145,6 +157,9 @@ def attention():
                 elif tokens == 8192:
                     masked(name, "flex", lambda b, h, i, j: j <= i, tensors)
         fused(f"{'causal' if causal else 'full'} d256 N8192", operands(2, 8, 8192, 8192, 256), causal)
+    for queries, keys, width in ((4096, 4096, 40), (4096, 77, 40), (1024, 1024, 80), (256, 256, 160),
+                                 (4096, 4096, 64), (4096, 77, 64)):
+        fused(f"f16 {queries}x{keys} d{width}", operands(4, 8, queries, keys, width, torch.float16))
     for tokens, before, after in ((8192, 512, 511), (16384, 128, 127)):
         name = f"window {before + after + 1} d128 N{tokens}"
         tensors = operands(16384 // tokens, 16, tokens, tokens, 128)
@@ -192,9 +207,6 @@ def attention():
                 inner = slice(reach, side + reach)
                 return out[:, inner, inner, inner].flatten(1, 3).transpose(1, 2)
             measured(name, "pad, natten", attend, tensors)
-    for queries, keys, width in ((4096, 4096, 40), (4096, 77, 40), (1024, 1024, 80), (256, 256, 160),
-                                 (4096, 4096, 64), (4096, 77, 64)):
-        fused(f"f16 {queries}x{keys} d{width}", operands(4, 8, queries, keys, width, torch.float16))
 
 
 # --------------------------------------------------------------------------------------------------- training
@@ -386,8 +398,10 @@ def table(directory):
 
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:] or [""]
-    if command in ("attention", "train") and not arguments:
-        globals()[command]()
+    if command == "attention" and len(arguments) <= 1:
+        attention(*arguments)
+    elif command == "train" and not arguments:
+        train()
     elif command == "table" and len(arguments) == 1:
         table(arguments[0])
     else:

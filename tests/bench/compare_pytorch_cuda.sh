@@ -2,7 +2,8 @@
 # Times Torus and PyTorch in turn on one CUDA device, attention and training steps, and prints both with their ratios,
 # memory, clocks and power. Wants the benchmarks built (-DTORUS_TESTS=ON) and a python3 that has PyTorch ($PYTHON);
 # FlashAttention-3 and NATTEN take part where they are installed.
-# usage: tests/bench/compare_pytorch_cuda.sh [attention|train]...
+# usage: tests/bench/compare_pytorch_cuda.sh [--only REGEX] [attention|train]...
+#   --only   problems of attention whose names match; FlexAttention compiles each of its own for many seconds
 set -euo pipefail
 export LC_ALL=C
 cd "$(dirname "$0")/../.."
@@ -25,10 +26,14 @@ part() {  # part NAME COMMAND...: its lines, each with the time, while the devic
   watcher=
   echo "--- $name took $((SECONDS - start)) s" >&2
 }
+only=()
+if [[ ${1-} == --only ]]; then only=("${2:?"--only needs a value"}"); shift 2; fi
 [[ $# -gt 0 ]] || set -- attention train
 for work in "$@"; do
-  part "torus-$work" "build/tests/${work}_cuda_bench"
-  part "pytorch-$work" "$python" "$script" "$work"
+  chosen=()
+  [[ $work != attention ]] || chosen=(${only[@]+"${only[@]}"})
+  part "torus-$work" "build/tests/${work}_cuda_bench" ${chosen[@]+"${chosen[@]}"}
+  part "pytorch-$work" "$python" "$script" "$work" ${chosen[@]+"${chosen[@]}"}
 done
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
 "$python" -c 'import torch; print("PyTorch", torch.__version__, "CUDA", torch.version.cuda)'
