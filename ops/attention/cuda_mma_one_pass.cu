@@ -15,6 +15,7 @@ namespace {
 
 constexpr int threads = 256, warps = threads / 32, stages = 2;
 constexpr int keys = 128, pair = 128;  // blocks of threads take turns at pairs of 64 queries
+constexpr int entry_words = 3 + keys / 64 * (pair / 64);
 
 template <int width>
 struct Shape {
@@ -46,9 +47,9 @@ struct Visited {
   int64_t b, first_head;
   int32_t group, members, query_count, member = -1;
   int32_t at = 0, end = 0;
-  int32_t first = 0, blocks = 0,
-          ids[2][2] = {};  // of the pair, and what each tile of keys sees of its halves
-  int32_t offset = 0;      // in the pair
+  int32_t first = 0, blocks = 0;  // of the pair, see GroupedSide
+  int32_t ids[2][2] = {};         // what each tile of keys sees of each half
+  int32_t offset = 0;             // in the pair
 
   __device__ bool there() const { return member < members; }
   __device__ int32_t query() const { return first + offset; }
@@ -73,7 +74,7 @@ struct Visited {
       const GroupedView& map = maps.of(b, first_head + member);
       at = map.first[group], end = map.first[group + 1];
     }
-    const int32_t* const entry = maps.of(b, first_head + member).entries + int64_t{7} * at;
+    const int32_t* const entry = maps.of(b, first_head + member).entries + int64_t{entry_words} * at;
     first = entry[0], blocks = entry[1];
 #pragma unroll
     for (int i = 0; i < 4; ++i) ids[i / 2][i % 2] = entry[3 + i];
@@ -407,7 +408,7 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
   Tensor lse = Tensor::empty({matrices, padded}, f32, device),
          delta = Tensor::empty({matrices, padded}, f32, device);
   prepare_rows(p, g, d_out, padded, {lse.mutable_data<float>(), delta.mutable_data<float>(), nullptr}, {});
-  const int64_t slabs = matrices * blocks * warps, elements = slabs * S::slab;
+  const int64_t elements = matrices * blocks * warps * S::slab;
   const int64_t pairs = (p.queries() + pair - 1) / pair;
   const bool in_order = p.deterministic;
   Tensor sum = in_order ? Tensor::empty({elements}, f32, device) : Tensor::zeros({elements}, f32, device);
@@ -458,8 +459,9 @@ bool run_one_pass_backward(const AttentionProblem& p, AttentionGradients& g, con
   const size_t memory = width == 64 ? Shape<64>::memory : Shape<128>::memory;
   if (p.mask.rule().packed() || memory + static_memory > properties(p.q.device()).sharedMemPerBlockOptin)
     return false;
+  if (map_table(p).gathers) return false;
   const GroupedTable maps = grouped_table(p, Side::key, keys / tile_size, pair / tile_size);
-  if (maps.gathers || (p.deterministic && !maps.contiguous)) return false;
+  if (p.deterministic && !maps.contiguous) return false;
   dispatch_16_bit(p.q.dtype(), [&](auto zero) {
     using T = decltype(zero);
     width == 64 ? launch<T, 64>(p, g, d_out, maps) : launch<T, 128>(p, g, d_out, maps);
