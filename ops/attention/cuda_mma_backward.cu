@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
   load_tile<T, width, 64, threads>(x2_tile, x2.of<const T>(b, own_head), x2.row, a.value_width, a.packs,
                                    own_token);
 
-  float s[8][4], dp[8][4];
-  float d_x1[of_scores ? width / 8 : 1][4] = {}, d_x2[of_weights ? width / 8 : 1][4] = {};
+  float s[1][8][4], dp[1][8][4];
+  float d_x1[1][of_scores ? width / 8 : 1][4] = {}, d_x2[1][of_weights ? width / 8 : 1][4] = {};
   uint32_t x1_kept[keep_x ? width / 16 : 1][4], x2_kept[keep_x ? width / 16 : 1][4];
   [[maybe_unused]] auto x1_block = down_first<width>(x1_tile, 16 * warp, lane);
   [[maybe_unused]] auto x2_block = down_first<width>(x2_tile, 16 * warp, lane);
@@ -223,29 +223,24 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     x1_block.computed_here(), x2_block.computed_here();
 
     // Products of x1 and y1, and of x2 and y2: scores and gradients of weights.
-    const auto multiply_across = [&](float(&c)[8][4], auto& x_kept, const auto& x_block, const char* y_tile) {
+    const auto multiply_across = [&](float(&c)[1][8][4], auto& x_kept, const auto& x_block,
+                                     const char* y_tile) {
       auto y_block = across_first<width>(y_tile, 0, lane);
       y_block.computed_here();
 #pragma unroll
       for (int j = 0; j < 8; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) c[j][e] = 0;
+        for (int e = 0; e < 4; ++e) c[0][j][e] = 0;
+      multiply<T, width / 16, 1, 4>(
+          c,
+          [&](int kk, uint32_t(&x)[1][4]) {
+            if constexpr (keep_x)
 #pragma unroll
-      for (int kk = 0; kk < width / 16; ++kk) {
-        uint32_t x[4];
-        if constexpr (keep_x)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) x[e] = x_kept[kk][e];
-        else
-          load_matrices(x, x_block.at(0, 16 * kk));
-#pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-          uint32_t y[4];
-          load_matrices(y, y_block.at(8 * j, 16 * kk));
-          multiply_add<T>(c[j], x, y[0], y[1]);
-          multiply_add<T>(c[j + 1], x, y[2], y[3]);
-        }
-      }
+              for (int e = 0; e < 4; ++e) x[0][e] = x_kept[kk][e];
+            else
+              load_matrices(x[0], x_block.at(0, 16 * kk));
+          },
+          [&](int kk, int j, uint32_t(&y)[4]) { load_matrices(y, y_block.at(16 * j, 16 * kk)); });
     };
     multiply_across(s, x1_kept, x1_block, y1_tile);
 
@@ -255,7 +250,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     };
     [[maybe_unused]] const int64_t query_head = keys_own ? first_head + member : own_head;
     if constexpr (general)
-      finish_scores<T, !keys_own>(s, slope, a.scores, b, query_head, own_tokens, column_token);
+      finish_scores<T, !keys_own>(s[0], slope, a.scores, b, query_head, own_tokens, column_token);
 
     if constexpr (of_scores) multiply_across(dp, x2_kept, x2_block, y2_tile);
 
@@ -271,7 +266,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
       for (int e = 0; e < 4; ++e) {
         const float row_lse = keys_own ? (e % 2 ? lse.y : lse.x) : own_lse[e / 2];
         const float row_delta = keys_own ? (e % 2 ? delta.y : delta.x) : own_delta[e / 2];
-        const float weight = approximate_exp2(fmaf(s[j][e], to_log2, -row_lse));
+        const float weight = approximate_exp2(fmaf(s[0][j][e], to_log2, -row_lse));
         float factor = 1;
         if constexpr (general)
           if (a.rows.word) {
@@ -282,8 +277,8 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
             const bool kept = AttentionDropout::mix(word, static_cast<uint32_t>(key)) >= a.scores.threshold;
             factor = kept ? a.scores.keep_scale : 0;
           }
-        s[j][e] = weight * factor;
-        if constexpr (of_scores) dp[j][e] = weight * (dp[j][e] * factor - row_delta);
+        s[0][j][e] = weight * factor;
+        if constexpr (of_scores) dp[0][j][e] = weight * (dp[0][j][e] * factor - row_delta);
       }
     }
     if (__any_sync(0xffffffffu, allowed != ~0u)) {
@@ -292,8 +287,8 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           if (!(allowed >> (4 * j + e) & 1)) {
-            s[j][e] = 0;
-            if constexpr (of_scores) dp[j][e] = 0;
+            s[0][j][e] = 0;
+            if constexpr (of_scores) dp[0][j][e] = 0;
           }
     }
     if constexpr (general && of_scores) {
@@ -309,7 +304,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
             for (int e = 0; e < 4; ++e)
               if (own_tokens[e / 2] >= 0 && allowed >> (4 * j + e) & 1)
                 to[own_tokens[e / 2] * term.gradient_step[2] +
-                   column_token(j, e % 2) * term.gradient_step[3]] = narrow<T>(dp[j][e]);
+                   column_token(j, e % 2) * term.gradient_step[3]] = narrow<T>(dp[0][j][e]);
         }
       if (a.scores.softcap > 0)
 #pragma unroll
@@ -317,28 +312,22 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const float2 by = __half22float2(reinterpret_cast<const __half2&>(slope[j][half]));
-            dp[j][2 * half] *= by.x, dp[j][2 * half + 1] *= by.y;
+            dp[0][j][2 * half] *= by.x, dp[0][j][2 * half + 1] *= by.y;
           }
     }
 
     // The second products: what was computed of 16 owners by 64 others, times rows of others.
-    const auto multiply_down = [&](auto& c, const float(&left)[8][4], const char* y_tile) {
+    const auto multiply_down = [&](auto& c, const float(&left)[1][8][4], const char* y_tile) {
       auto y_block = down_first<width>(y_tile, 0, lane);
       y_block.computed_here();
+      multiply<T, 4, 1, width / 16>(
+          c,
+          [&](int kk, uint32_t(&x)[1][4]) {
 #pragma unroll
-      for (int kk = 0; kk < 4; ++kk) {
-        uint32_t x[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          x[e] = pack<T>(left[2 * kk + e / 2][e % 2 * 2], left[2 * kk + e / 2][e % 2 * 2 + 1]);
-#pragma unroll
-        for (int j = 0; j < width / 8; j += 2) {
-          uint32_t y[4];
-          load_transposed(y, y_block.at(16 * kk, 8 * j));
-          multiply_add<T>(c[j], x, y[0], y[1]);
-          multiply_add<T>(c[j + 1], x, y[2], y[3]);
-        }
-      }
+            for (int e = 0; e < 4; ++e)
+              x[0][e] = pack<T>(left[0][2 * kk + e / 2][e % 2 * 2], left[0][2 * kk + e / 2][e % 2 * 2 + 1]);
+          },
+          [&](int kk, int j, uint32_t(&y)[4]) { load_transposed(y, y_block.at(16 * kk, 16 * j)); });
     };
     if constexpr (of_weights) multiply_down(d_x2, s, y2_tile);
     if constexpr (of_scores) multiply_down(d_x1, dp, y1_tile);
@@ -355,14 +344,14 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     const Operand& to = keys_own ? a.dk : a.dq;
     const float factor[2] = {a.scores.scale, a.scores.scale};
     if (to.data)
-      store_rows<T, width>(x1_tile, 16 * warp, d_x1, factor, to.of<T>(b, own_head), to.row, a.width,
+      store_rows<T, width>(x1_tile, 16 * warp, d_x1[0], factor, to.of<T>(b, own_head), to.row, a.width,
                            a.packs_out, warp_token);
   }
   if constexpr (of_weights) {
     const float factor[2] = {1, 1};
     if (a.dv.data)
-      store_rows<T, width>(x2_tile, 16 * warp, d_x2, factor, a.dv.of<T>(b, own_head), a.dv.row, a.value_width,
-                           a.packs_out, warp_token);
+      store_rows<T, width>(x2_tile, 16 * warp, d_x2[0], factor, a.dv.of<T>(b, own_head), a.dv.row,
+                           a.value_width, a.packs_out, warp_token);
   }
 }
 
