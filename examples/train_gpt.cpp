@@ -211,6 +211,7 @@ bool train(GPT& model, Optimizer& optimizer, LossScale* scale, const Task& task,
                 profile_to = profile_from + 20;
   const auto report = [&] {
     const std::vector<double> losses = trainer.losses();
+    if (losses.empty()) return;
     progress.steps(losses);
     for (size_t i = 0; i < losses.size(); ++i)
       log.write({{"step", double(step - int64_t(losses.size() - 1 - i))},

@@ -264,7 +264,7 @@ __device__ inline int64_t owner(const SideView& side, int64_t tile, int row) {
   return i < side.order_first[tile + 1] ? side.order_tokens[i] : -1;
 }
 
-inline constexpr int32_t block_size = tile_size;
+inline constexpr int32_t block_size = tile_size;  // others that are visited at once
 
 /// Word of the bits of an accumulator (8 j + 2 t + c, t = lane % 4) whose column is below `count`.
 __device__ inline uint32_t columns_below(int count, int lane) {
@@ -334,6 +334,18 @@ class Walk {
   __device__ int32_t token(Place p, int i) const {
     const Entry& e = entry(p);
     return i >= e.count - p.offset ? -1 : e.list ? e.list[i] : e.first + p.offset + i;
+  }
+  /// Tokens of the first two places, by thread i of 64 or more.
+  __device__ void first_tokens(int32_t (&tokens)[3][block_size], int i) const {
+    const Place first, second = after(first);
+    if (i >= block_size) return;
+    tokens[0][i] = token(first, i);
+    if (has(0, second)) tokens[1][i] = token(second, i);
+  }
+  /// In a round that has `next`, token i of the place after it, -1 if there is none.
+  __device__ int32_t later_token(int round, Place next, int i) const {
+    const Place later = after(next);
+    return i < block_size && has(round, later) ? token(later, i) : -1;
   }
   /// Which of a lane's pairs in 16 rows of a tile are allowed: bit 4 j + e is element e of accumulator j.
   __device__ uint32_t allowed(Place p, int tile, int rows_of_16, int lane) const {
@@ -629,10 +641,15 @@ struct RowNumbers {
   float *lse, *delta;
   uint32_t* word;  // null: no dropout
 };
-/// Computes them; matrix m (of all batches and heads) has `padded` rows, those beyond the queries as without
-/// a key.
-void prepare_rows(const AttentionProblem& problem, const torus::detail::AttentionGradients& gradients,
-                  const Tensor& d_out, int64_t padded, RowNumbers rows, Replayed<uint64_t> position);
+/// They and their memory: matrix m (of all batches and heads) has `padded` rows, those beyond the queries as
+/// without a key.
+struct PreparedRows {
+  Tensor lse, delta, word;
+  RowNumbers numbers;
+};
+/// `position`: that of the dropout, if there is one.
+PreparedRows prepare_rows(const AttentionProblem& problem, const torus::detail::AttentionGradients& gradients,
+                          const Tensor& d_out, int64_t padded, Replayed<uint64_t> position = {});
 
 /// A tensor for kernels. Its last stride is 1.
 Operand operand(const Tensor& x);

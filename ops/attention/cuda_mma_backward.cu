@@ -1,6 +1,6 @@
 // Backward of attention on tensor cores. Keys own blocks of threads for dK and dV, then queries for dQ: each
 // recomputes scores, so every sum has one owner and one order, whatever the map. A warp holds 16 owners by 64
-// others in registers, from which weights and their gradients go into the second products. For what
+// others in registers, from which weights and their gradients go into the second products. It runs what
 // `cuda_mma_one_pass.cu` is not made for.
 #include "torus/ops/attention/cuda_mma.h"
 
@@ -193,11 +193,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
   Place next;  // of block i + 1
   bool more = walk.has(0, next);
   if (more) {
-    if (thread < tile_size) {
-      tokens[0][thread] = walk.token(next, thread);
-      const Place second = walk.after(next);
-      if (walk.has(0, second)) tokens[1][thread] = walk.token(second, thread);
-    }
+    walk.first_tokens(tokens, thread);
     __syncthreads();
     load(0, next);
   }
@@ -212,11 +208,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     more = walk.has(i, next);
     if (thread == 0) walk.keep_ahead(i, next, side_of, tile);
     if (stages == 2 && more) load(i + 1, next);
-    int32_t later_token = -1;
-    if (thread < tile_size && more) {
-      const Place later = walk.after(next);
-      if (walk.has(i, later)) later_token = walk.token(later, thread);
-    }
+    const int32_t later_token = more ? walk.later_token(i, next, thread) : -1;
 
     const char* const y1_tile = y_tiles + stage * tile_bytes;
     const char* const y2_tile = y1_tile + stages * tile_bytes;
@@ -373,8 +365,15 @@ size_t shared_memory(int padded_width) {
                                : backward_memory<256, 1>;
 }
 
-void prepare_rows(const AttentionProblem& p, const torus::detail::AttentionGradients& g, const Tensor& d_out,
-                  int64_t padded, RowNumbers rows, Replayed<uint64_t> position) {
+PreparedRows prepare_rows(const AttentionProblem& p, const torus::detail::AttentionGradients& g,
+                          const Tensor& d_out, int64_t padded, Replayed<uint64_t> position) {
+  const torus::Shape shape{p.batch(), p.heads(), padded};
+  const Device device = p.q.device();
+  PreparedRows made{Tensor::empty(shape, f32, device), Tensor::empty(shape, f32, device),
+                    p.dropout.active() ? Tensor::empty(shape, i32, device) : Tensor(), RowNumbers{}};
+  made.numbers = {
+      made.lse.mutable_data<float>(), made.delta.mutable_data<float>(),
+      made.word.defined() ? reinterpret_cast<uint32_t*>(made.word.mutable_data<int32_t>()) : nullptr};
   RowArguments a{operand(g.out),
                  operand(d_out),
                  g.lse.data<float>(),
@@ -397,8 +396,9 @@ void prepare_rows(const AttentionProblem& p, const torus::detail::AttentionGradi
                   at_most(p.batch()));
   dispatch_16_bit(p.q.dtype(), [&](auto zero) {
     gpu::launch<compute_rows<decltype(zero)>>("attention.backward", grid, row_threads, stream_of(p.q), a,
-                                              rows);
+                                              made.numbers);
   });
+  return made;
 }
 
 void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& g) {
@@ -421,15 +421,7 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
   if (run_one_pass_backward(p, g, d_out)) return d_bias.finish(p);
   const HostScores scores(p, d_bias.of_scores);
   const MapTable maps = map_table(p);
-  Tensor row_lse = Tensor::empty(g.lse.shape(), f32, device),
-         row_delta = Tensor::empty(g.lse.shape(), f32, device);
-  Tensor row_word = p.dropout.active() ? Tensor::empty(g.lse.shape(), i32, device) : Tensor();
-  const RowNumbers rows{
-      row_lse.mutable_data<float>(), row_delta.mutable_data<float>(),
-      row_word.defined() ? reinterpret_cast<uint32_t*>(row_word.mutable_data<int32_t>()) : nullptr};
-
-  prepare_rows(p, g, d_out, p.queries(), rows, scores.arguments.position);
-
+  const PreparedRows rows = prepare_rows(p, g, d_out, p.queries(), scores.arguments.position);
   const auto result = [](Tensor& x) { return x.defined() ? operand(x) : Operand{}; };
   const auto arguments = [&](Side side) {
     const bool keys_own = side == Side::key;
@@ -443,7 +435,7 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
                              result(g.dq),
                              result(g.dk),
                              result(g.dv),
-                             rows,
+                             rows.numbers,
                              p.heads(),
                              p.kv_heads(),
                              p.queries(),
@@ -476,7 +468,8 @@ void run_backward(const AttentionProblem& p, torus::detail::AttentionGradients& 
       if constexpr (w == 128)
         if (properties(device).sharedMemPerBlockOptin < backward_memory<w, 2> + static_memory)
           return with_stages(std::integral_constant<int, 1>{});
-      with_stages(std::integral_constant < int, w <= 128 ? 2 : 1 > {});
+      constexpr int usual = w <= 128 ? 2 : 1;
+      with_stages(std::integral_constant<int, usual>{});
     });
   });
   d_bias.finish(p);

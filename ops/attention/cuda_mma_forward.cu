@@ -119,11 +119,7 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
   bool more = walk.has(0, next);
   if (more) {
     if constexpr (may_gather) {
-      if (thread < tile_size) {
-        tokens[0][thread] = walk.token(next, thread);
-        const Place second = walk.after(next);
-        if (walk.has(0, second)) tokens[1][thread] = walk.token(second, thread);
-      }
+      walk.first_tokens(tokens, thread);
       __syncthreads();
     }
     load_keys(0, next);
@@ -149,10 +145,7 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, tiles, general>
       }
     [[maybe_unused]] int32_t later_token = -1;
     if constexpr (may_gather)
-      if (thread < tile_size && more) {
-        const Place later = walk.after(next);
-        if (walk.has(i, later)) later_token = walk.token(later, thread);
-      }
+      if (more) later_token = walk.later_token(i, next, thread);
     auto k_now = k_block, v_now = v_block;
     k_now.row_start += i % stages * tile_bytes, v_now.row_start += i % stages * tile_bytes;
     q_block.computed_here(), k_now.computed_here(), v_now.computed_here();

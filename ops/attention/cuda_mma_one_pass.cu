@@ -405,9 +405,7 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
   const cudaStream_t stream = stream_of(device);
   const int64_t matrices = p.batch() * p.heads();
   const int64_t blocks = (p.queries() + S::queries - 1) / S::queries, padded = blocks * S::queries;
-  Tensor lse = Tensor::empty({matrices, padded}, f32, device),
-         delta = Tensor::empty({matrices, padded}, f32, device);
-  prepare_rows(p, g, d_out, padded, {lse.mutable_data<float>(), delta.mutable_data<float>(), nullptr}, {});
+  const PreparedRows rows = prepare_rows(p, g, d_out, padded);
   const int64_t elements = matrices * blocks * warps * S::slab;
   const int64_t pairs = (p.queries() + pair - 1) / pair;
   const bool in_order = p.deterministic;
@@ -423,8 +421,8 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
                                    result(g.dk),
                                    result(g.dv),
                                    sum.mutable_data<float>(),
-                                   lse.data<float>(),
-                                   delta.data<float>(),
+                                   rows.numbers.lse,
+                                   rows.numbers.delta,
                                    taken,
                                    in_order ? taken + 1 : nullptr,
                                    p.heads(),

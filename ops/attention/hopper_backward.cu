@@ -482,10 +482,7 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
   const cudaStream_t stream = stream_of(device);
   const int64_t matrices = p.batch() * p.heads();
   const int64_t blocks = (p.queries() + S::queries - 1) / S::queries, padded = blocks * S::queries;
-  Tensor lse = Tensor::empty({matrices, padded}, f32, device),
-         delta = Tensor::empty({matrices, padded}, f32, device);
-  mma::prepare_rows(p, g, d_out, padded, {lse.mutable_data<float>(), delta.mutable_data<float>(), nullptr},
-                    {});
+  const mma::PreparedRows rows = mma::prepare_rows(p, g, d_out, padded);
   const int64_t slabs = matrices * blocks * consumers;
   // Any order is faster for wide heads and many queries alone: it must begin with zeros.
   const bool in_order = p.deterministic || (maps.contiguous && (width == 64 || p.queries() <= 1024));
@@ -501,8 +498,8 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
                                     mma::operand(g.dk),
                                     mma::operand(g.dv),
                                     sum.mutable_data<float>(),
-                                    lse.data<float>(),
-                                    delta.data<float>(),
+                                    rows.numbers.lse,
+                                    rows.numbers.delta,
                                     taken,
                                     in_order ? taken + 1 : nullptr,
                                     p.heads(),

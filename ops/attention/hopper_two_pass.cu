@@ -371,16 +371,9 @@ void launch(TwoPassArguments arguments, const AttentionProblem& p) {
 }  // namespace
 
 void run_two_pass_backward(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_out) {
-  const Device device = p.q.device();
   const mma::BiasGradients d_bias(p, g);
   const mma::HostScores scores(p, d_bias.of_scores);
-  const torus::Shape rows{p.batch(), p.heads(), p.queries()};
-  Tensor lse = Tensor::empty(rows, f32, device), delta = Tensor::empty(rows, f32, device),
-         word = p.dropout.active() ? Tensor::empty(rows, i32, device) : Tensor();
-  const mma::RowNumbers numbers{
-      lse.mutable_data<float>(), delta.mutable_data<float>(),
-      word.defined() ? reinterpret_cast<uint32_t*>(word.mutable_data<int32_t>()) : nullptr};
-  mma::prepare_rows(p, g, d_out, p.queries(), numbers, scores.arguments.position);
+  const mma::PreparedRows rows = mma::prepare_rows(p, g, d_out, p.queries(), scores.arguments.position);
   const auto result = [](const Tensor& x) { return x.defined() ? mma::operand(x) : Rows{}; };
   const TwoPassArguments arguments{mma::operand(p.q),
                                    mma::operand(p.k),
@@ -389,7 +382,7 @@ void run_two_pass_backward(const AttentionProblem& p, AttentionGradients& g, con
                                    result(g.dq),
                                    result(g.dk),
                                    result(g.dv),
-                                   numbers,
+                                   rows.numbers,
                                    p.heads(),
                                    p.kv_heads(),
                                    p.queries(),
