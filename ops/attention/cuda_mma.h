@@ -70,6 +70,17 @@ __device__ inline void copy_4_async(uint32_t to, const void* from, bool there) {
 /// Waits for the thread's own copies.
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+/// Reads a counter in global memory, and what was written there before others added to it so; adds 1, after
+/// what the thread wrote.
+__device__ inline int32_t load_acquire(const int32_t* counter) {
+  int32_t now;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  return now;
+}
+__device__ inline void add_release(int32_t* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
 /// Two numbers as one word, `low` in the lower half.
 template <class T>
 __device__ inline uint32_t pack(float low, float high) {
@@ -475,17 +486,24 @@ class Walk {
 // ---------------------------------------------------------------------------------------- blocks of a grid
 
 /// Which tile and which matrix (of a batch element and a head) a block of threads takes. Some matrices at a
-/// time, whose operands fit the cache together; of these, the tiles that take longest first.
+/// time, whose operands fit the cache together; of these, the tiles that take longest first. These sections
+/// are about as large: tiles of a small last one would not be enough for all multiprocessors.
 struct Schedule {
-  int64_t tiles, matrices, section;
+  int64_t tiles, matrices;
+  int64_t smaller, section;  // so many sections are of a matrix less than `section`, and come first
   bool last_first;
 
   Schedule(int64_t tile_count, int64_t matrix_count, int64_t bytes_of_matrix, bool from_last)
       : tiles(tile_count), matrices(matrix_count), last_first(from_last) {
     constexpr int64_t cache = int64_t{24} << 20;
-    section =
-        std::clamp<int64_t>(cache / std::max<int64_t>(bytes_of_matrix, 1), 1, std::max<int64_t>(matrices, 1));
+    const int64_t some = std::max<int64_t>(matrices, 1);
+    const int64_t most = std::clamp<int64_t>(cache / std::max<int64_t>(bytes_of_matrix, 1), 1, some);
+    const int64_t sections = (some + most - 1) / most;
+    section = (some + sections - 1) / sections;
+    smaller = sections * section - some;
   }
+  /// Sections of this many matrices, but for the last.
+  void cut_at(int64_t matrices_at_once) { section = matrices_at_once, smaller = 0; }
   unsigned blocks() const {
     check(tiles * matrices <= 0x7fffffff, Error::Kind::Shape,
           "[attention] expected at most 2^31 - 1 tiles, got ", tiles * matrices);
@@ -493,12 +511,20 @@ struct Schedule {
   }
   __device__ void find(int64_t index, int64_t& tile, int64_t& matrix) const {
     // In 32 bits, see `blocks`: divisions of 64 take hundreds of cycles.
-    const auto place = static_cast<uint32_t>(index), each = static_cast<uint32_t>(tiles * section);
-    const uint32_t number = place / each, rest = place - number * each;
-    const auto size = static_cast<uint32_t>(min(section, matrices - number * section));
+    auto place = static_cast<uint32_t>(index), size = static_cast<uint32_t>(section);
+    uint32_t first = 0;  // matrix of those that are left
+    const auto few = static_cast<uint32_t>(smaller) * (size - 1);
+    if (place < few * static_cast<uint32_t>(tiles))
+      --size;
+    else
+      first = few, place -= few * static_cast<uint32_t>(tiles);
+    const uint32_t each = static_cast<uint32_t>(tiles) * size, number = place / each;
+    const uint32_t rest = place - number * each;
+    first += number * size;
+    size = min(size, static_cast<uint32_t>(matrices) - first);
     const uint32_t step = rest / size;
     tile = last_first ? tiles - 1 - step : step;
-    matrix = number * section + (rest - step * size);
+    matrix = first + (rest - step * size);
   }
 };
 

@@ -465,7 +465,7 @@ void launch(const AttentionProblem& p, const mma::HostScores& scores, Tensor& ou
   // anyway.
   const bool one_map = maps.batch_step == 0 && maps.head_step == 0;
   const bool counts = !maps.uniform && !(one_map && schedule.section >= multiprocessors(p));
-  if (!maps.uniform && !counts) schedule.section -= schedule.section % multiprocessors(p);
+  if (!maps.uniform && !counts) schedule.cut_at(schedule.section - schedule.section % multiprocessors(p));
   ForwardArguments arguments{tensor_map(p.q, 64),
                              tensor_map(p.k, S::keys),
                              tensor_map(p.v, S::keys),
