@@ -59,6 +59,10 @@ struct Visited {
     const bool second = offset + from >= pair / 2;
     return tile == 0 ? (second ? ids[0][1] : ids[0][0]) : (second ? ids[1][1] : ids[1][0]);
   }
+  // Whether nothing of the pair is seen: it stands for no queries, at which there are no turns.
+  __device__ bool nothing() const {
+    return max(max(ids[0][0], ids[0][1]), max(ids[1][0], ids[1][1])) == GroupedSide::none;
+  }
   __device__ void step(const GroupedTable& maps) {
     if (member >= 0 && !ends_pair()) {
       offset += queries;
@@ -196,7 +200,7 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
   const auto pass_on = [&] {
     if (!passed) return;
     __syncwarp();
-    if (lane == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(passed) : "memory");
+    if (lane == 0) add_release(passed);
     passed = nullptr;
   };
 
@@ -221,7 +225,7 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
     const bool begins = next.offset == 0, ends = next.ends_pair();
     if (a.turns && begins) {
       const int32_t number = next.first / pair;
-      last = a.maps.of(b, head).last_visitor[number];
+      last = next.nothing() ? -1 : a.maps.of(b, head).last_visitor[number];
       turn = a.turns + (((b * a.heads + head) * a.query_pairs + number) * warps + warp);
     }
     next.step(a.maps);
@@ -324,11 +328,8 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
     const bool stores = a.turns && my_turn == 0;
     if (a.turns && my_turn >= 0) {
       if (begins) {
-        if (lane == 0) {
-          int32_t now;
-          do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-          while (now != my_turn);
-        }
+        if (lane == 0)
+          while (load_acquire(turn) != my_turn) continue;
         __syncwarp();
       }
       if (ends) passed = turn;

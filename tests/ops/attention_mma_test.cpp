@@ -290,6 +290,11 @@ TEST_P(CudaMma, Masks) {
   check_both(make("both", causal() & sliding_window(40, 40)));
   check_both(make("either", causal() | document({100, 100})));
   check_both(make("not", !sliding_window(20, 20)));
+  // Keys that nobody sees wait for no turn at queries: those between them and keys of others do not take it.
+  check_both(make("some keys alone", Mask::from([](Query q, Key k) {
+                    return q.token / 128 == 0 ? k.token / 128 == 4 : q.token / 128 == 2 && k.token / 128 == 3;
+                  }),
+                  300, 640));
 }
 
 TEST_P(CudaMma, Neighborhoods) {
