@@ -12,10 +12,12 @@
 
 namespace torus::gpu::hopper {
 
+using mma::add_release;
 using mma::columns_below;
 using mma::copy_16_async;
 using mma::copy_4_async;
 using mma::infinity;
+using mma::load_acquire;
 using mma::log2_e;
 using mma::pack;
 using mma::quad_max;
@@ -67,6 +69,17 @@ struct Barrier {
         "r"(parity)
         : "memory");
   }
+  /// Whether it is.
+  __device__ bool complete(uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{.reg .pred done; mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, "
+        "done;}"
+        : "=r"(done)
+        : "r"(shared_address(this)), "r"(parity)
+        : "memory");
+    return done;
+  }
 };
 /// After barriers were made, by the thread that made them.
 __device__ inline void publish_barriers() {
@@ -92,6 +105,21 @@ struct Stage {
   }
 };
 
+/// The same in several rings that go on together, in fewer registers: sizes are powers of 2.
+struct Places {
+  uint32_t passed = 0;
+  template <int size>
+  __device__ int index() const {
+    static_assert((size & (size - 1)) == 0);
+    return static_cast<int>(passed % size);
+  }
+  template <int size>
+  __device__ uint32_t parity() const {
+    return passed / size % 2;
+  }
+  __device__ void next() { ++passed; }
+};
+
 // ------------------------------------------------------------------------------------------------ copies
 
 /// What ordinary stores wrote to shared memory becomes visible to bulk copies and products.
@@ -115,7 +143,7 @@ __device__ inline void copy_bulk(void* to, const void* from, uint32_t bytes, Bar
       : "memory");
 }
 /// Adds f32 of shared memory to global memory, or stores them there, without waiting; then waits until all
-/// such shared memory has been read, or until the results are in global memory.
+/// such shared memory has been read, or until all results but the last `pending` are in global memory.
 __device__ inline void add_bulk(float* to, const void* from, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes)
@@ -131,7 +159,10 @@ __device__ inline void store_bulk(float* to, const void* from, uint32_t bytes) {
 __device__ inline void wait_for_bulk_reads() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-__device__ inline void wait_for_bulk() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+template <int pending>
+__device__ inline void wait_for_bulk() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
+}
 
 /// Four 8 x 8 matrices of 16 bits: lanes 8 i ... 8 i + 7 give the addresses of the rows of matrix i.
 __device__ inline void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

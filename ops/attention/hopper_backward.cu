@@ -17,7 +17,7 @@ using torus::detail::Side;
 namespace {
 
 constexpr int consumers = 2, keys = 64 * consumers, threads = 128 * (consumers + 1), stages = 2;
-constexpr int slab = 64 * 64;  // what a warp group adds to dQ at once, in its accumulators' order
+constexpr int slab = 64 * 64;  // what a warp group adds to dQ at once, in its accumulators' order, at most
 
 template <int width>
 struct Shape {
@@ -30,10 +30,21 @@ struct Shape {
       2 * key_bytes + 2 * stages * query_bytes + 2 * ds_bytes + 2 * consumers * slab * 4;
 };
 
+// Columns of a width of `columns` that the slabs of a warp group hold, and where in the sum of dQ that of a
+// block of queries is: a block's slabs follow one another, without columns that there are not.
+template <int width>
+__host__ __device__ constexpr int slab_columns(int columns, int of) {
+  return width == 64 ? columns : of == 0 ? min(columns, 64) : max(columns - 64, 0);
+}
+template <int width>
+__host__ __device__ constexpr int64_t slab_start(int columns, int64_t block, int of) {
+  return 64 * (block * Shape<width>::halves * columns + of * slab_columns<width>(columns, 0));
+}
+
 struct BackwardArguments {
   CUtensorMap q, k, v, d_out;
   Rows dk, dv;
-  float* dq_sum;             // [B H, blocks of queries, 2, slab]; in any order: of zeros
+  float* dq_sum;             // [B H, blocks of queries, 2, up to `slab`]; in any order: of zeros
   const float *lse, *delta;  // [B H, padded queries]
   int32_t* taken;            // how many tiles were taken beyond the first of each block of threads
   int32_t* turns;            // whose turn it is to add, [B H, blocks of queries, 2]; null: in any order
@@ -148,32 +159,44 @@ __device__ inline void copy_keys(const BackwardArguments& a, Shared<width>& shar
 template <int width>
 __device__ inline void add_slabs(const BackwardArguments& a, Shared<width>& shared, const char* dq_slabs,
                                  int of) {
+  const uint32_t bytes = 256 * slab_columns<width>(a.width, of);
+  int64_t before = -1;  // the place that is still being added to, from the other slab
+  const auto pass_turn = [&](int at) {
+    asm volatile("fence.proxy.async;" ::: "memory");
+    add_release(a.turns + before);
+    shared.dq_empty[of][at].arrive();
+  };
   for (Stage<2> stage;; stage.next()) {
     const int at = stage.index;
+    const auto has_turn = [&] {
+      return load_acquire(a.turns + shared.dq_block[of][at] * consumers + of) == shared.dq_turn[of][at];
+    };
+    // Two slabs may be on their way at once, but none waits for another's turn.
+    if (before >= 0 &&
+        !(shared.dq_full[of][at].complete(stage.parity) && shared.dq_block[of][at] >= 0 && has_turn())) {
+      wait_for_bulk<0>();
+      pass_turn(at ^ 1);
+      before = -1;
+    }
     shared.dq_full[of][at].wait(stage.parity);
-    const int64_t block = shared.dq_block[of][at];
+    const int64_t block = shared.dq_block[of][at], place = block * consumers + of;
     if (block < 0) return;
-    const int32_t turn = shared.dq_turn[of][at];
-    const int64_t place = block * consumers + of;
-    if (a.turns) {
-      int32_t now;
-      do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(a.turns + place) : "memory");
-      while (now != turn);
-    }
-    float* const to = a.dq_sum + place * slab;
+    float* const to = a.dq_sum + slab_start<width>(a.width, block, of);
     const char* const from = dq_slabs + (of * 2 + at) * slab * 4;
-    if (a.turns && turn == 0)
-      store_bulk(to, from, slab * 4);
-    else
-      add_bulk(to, from, slab * 4);
-    if (a.turns) {
-      wait_for_bulk();
-      asm volatile("fence.proxy.async;" ::: "memory");
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(a.turns + place) : "memory");
-    } else {
+    if (!a.turns) {
+      if (bytes > 0) add_bulk(to, from, bytes);
       wait_for_bulk_reads();
+      shared.dq_empty[of][at].arrive();
+      continue;
     }
-    shared.dq_empty[of][at].arrive();
+    if (before < 0)
+      while (!has_turn()) continue;
+    if (bytes > 0) shared.dq_turn[of][at] == 0 ? store_bulk(to, from, bytes) : add_bulk(to, from, bytes);
+    if (before >= 0) {
+      wait_for_bulk<1>();
+      pass_turn(at ^ 1);
+    }
+    before = place;
   }
 }
 
@@ -461,11 +484,13 @@ __global__ void __launch_bounds__(128)
     const int64_t b = matrix / heads, h = matrix - b * heads;
     const int part = static_cast<int>(place % consumers);
     const bool set = !turns || maps.of(b, h).last_visitor[block] >= 0;
-    const float4* const from = reinterpret_cast<const float4*>(sum + place * slab) + threadIdx.x;
+    const float4* const from = reinterpret_cast<const float4*>(
+                                   sum + slab_start<width>(columns, block + matrix * query_blocks, part)) +
+                               threadIdx.x;
     float d[32];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float4 four = set ? from[128 * i] : float4{};
+    for (int i = 0; i < 8; ++i) {  // columns 8 i and on
+      const float4 four = set && 8 * i < slab_columns<width>(columns, part) ? from[128 * i] : float4{};
       d[4 * i] = four.x, d[4 * i + 1] = four.y, d[4 * i + 2] = four.z, d[4 * i + 3] = four.w;
     }
     const int64_t first = block * Shape<width>::queries + (width == 64 ? 64 * part : 0);
@@ -486,11 +511,13 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
   const int64_t slabs = matrices * blocks * consumers;
   // Any order is faster for wide heads and many queries alone: it must begin with zeros.
   const bool in_order = p.deterministic || (maps.contiguous && (width == 64 || p.queries() <= 1024));
-  Tensor sum =
-      in_order ? Tensor::empty({slabs * slab}, f32, device) : Tensor::zeros({slabs * slab}, f32, device);
+  const int64_t sums = matrices * padded * p.width();
+  Tensor sum = in_order ? Tensor::empty({sums}, f32, device) : Tensor::zeros({sums}, f32, device);
   Tensor counts = Tensor::zeros({1 + (in_order ? slabs : 0)}, i32, device);
   int32_t* const taken = counts.mutable_data<int32_t>();
-  const int64_t bytes = p.queries() * (p.width() + p.value_width()) * 2 * (p.heads() / p.kv_heads());
+  // Queries and gradients of outputs; of wide heads the sum of dQ should fit as well (measured).
+  const int64_t row = (p.width() + p.value_width()) * 2 + (width == 128 ? p.width() * 4 : 0);
+  const int64_t bytes = p.queries() * row * (p.heads() / p.kv_heads());
   const BackwardArguments arguments{tensor_map(p.q, S::queries),
                                     tensor_map(p.k, keys),
                                     tensor_map(p.v, keys),
