@@ -82,11 +82,9 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
   const auto own_heads = static_cast<uint32_t>(keys_own ? a.kv_heads : a.heads);
   const auto group_size = static_cast<int32_t>(a.heads / a.kv_heads);  // query heads that share keys
   const int32_t members = keys_own ? group_size : 1;  // the query heads that owners go through
-  Stage<S::groups> group_stage;
-  Stage<S::own_stages> own_stage;
-  Stage<S::visits> visit;
-  Stage<S::stages1> stage1;
-  Stage<S::stages2> stage2;
+  static_assert(S::groups == S::own_stages);
+  Stage<S::groups> own;  // group and its tiles
+  Places places;         // of visits, and of what is visited
 
   if (role == 0) {
     give_registers<56>();
@@ -94,16 +92,16 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
     const bool speaks = speaks_for_warp();
     const Rows &x1 = keys_own ? a.k : a.q, &x2 = keys_own ? a.v : a.d_out;
     const Rows &y1 = keys_own ? a.q : a.k, &y2 = keys_own ? a.d_out : a.v;
-    for (;; group_stage.next(), own_stage.next()) {
-      const int group_at = group_stage.index, own_at = own_stage.index;
-      told.group_full[group_at].wait(group_stage.parity);
-      if (told.group[group_at] < 0) return;
-      const auto matrix = static_cast<uint32_t>(told.matrix[group_at]);
+    for (;; own.next()) {
+      const int own_at = own.index;
+      told.group_full[own_at].wait(own.parity);
+      if (told.group[own_at] < 0) return;
+      const auto matrix = static_cast<uint32_t>(told.matrix[own_at]);
       const int64_t b = matrix / own_heads, own_head = matrix % own_heads;
-      shared.own_empty[own_at].wait(own_stage.parity ^ 1);
+      shared.own_empty[own_at].wait(own.parity ^ 1);
 #pragma unroll 1
       for (int i = 0; i < consumers; ++i) {
-        const int32_t* const tokens = told.owners[group_at] + 64 * i;
+        const int32_t* const tokens = told.owners[own_at] + 64 * i;
         const int tile = own_at * consumers + i;
         gather<T, width, 64>(x1_tiles + tile * S::own_bytes, x1.of<const T>(b, own_head), x1.row, a.width,
                              tokens);
@@ -113,15 +111,16 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
       }
       shared.own_full[own_at].arrive_after_copies();
       __syncwarp();
-      if (speaks) told.group_empty[group_at].arrive();
-      for (bool last = false; !last; visit.next(), stage1.next(), stage2.next()) {
-        const int at = stage1.index, visited = visit.index;
-        told.visit_full[visited].wait(visit.parity);
+      if (speaks) told.group_empty[own_at].arrive();
+      for (bool last = false; !last; places.next()) {
+        const int visited = places.index<S::visits>(), at = places.index<S::stages1>(),
+                  at2 = places.index<S::stages2>();
+        told.visit_full[visited].wait(places.parity<S::visits>());
         last = told.notes[visited].is_last();
         const int32_t* const tokens = told.tokens[visited];
         const int64_t query_head = own_head * members + told.notes[visited].member;
         const int64_t other_head = keys_own ? query_head : own_head / group_size;
-        shared.empty1[at].wait(stage1.parity ^ 1);
+        shared.empty1[at].wait(places.parity<S::stages1>() ^ 1);
         if constexpr (keys_own) {
           const int64_t first_row = (b * a.heads + query_head) * a.queries;
           for (int i = thread - 32; i < others; i += 32 * copying_warps) {
@@ -137,10 +136,10 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
         gather<T, width, others>(y1_blocks + at * S::block_bytes, y1.of<const T>(b, other_head), y1.row,
                                  a.width, tokens);
         shared.full1[at].arrive_after_copies();
-        shared.empty2[stage2.index].wait(stage2.parity ^ 1);
-        gather<T, width, others>(y2_blocks + stage2.index * S::block_bytes, y2.of<const T>(b, other_head),
-                                 y2.row, a.value_width, tokens);
-        shared.full2[stage2.index].arrive_after_copies();
+        shared.empty2[at2].wait(places.parity<S::stages2>() ^ 1);
+        gather<T, width, others>(y2_blocks + at2 * S::block_bytes, y2.of<const T>(b, other_head), y2.row,
+                                 a.value_width, tokens);
+        shared.full2[at2].arrive_after_copies();
         __syncwarp();
         if (speaks) told.visit_empty[visited].arrive();
       }
@@ -151,13 +150,13 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
   const int me = role - 1, in_group = thread % 128;
   const bool speaks = speaks_for_warp();
   const float to_log2 = (general ? 1 : a.scores.scale) * log2_e;
-  for (;; group_stage.next(), own_stage.next()) {
-    const int group_at = group_stage.index, own_at = own_stage.index;
-    told.group_full[group_at].wait(group_stage.parity);
-    if (told.group[group_at] < 0) return;
-    const auto matrix = static_cast<uint32_t>(told.matrix[group_at]);
+  for (;; own.next()) {
+    const int own_at = own.index;
+    told.group_full[own_at].wait(own.parity);
+    if (told.group[own_at] < 0) return;
+    const auto matrix = static_cast<uint32_t>(told.matrix[own_at]);
     const int64_t b = matrix / own_heads, own_head = matrix % own_heads;
-    const auto token = [&](int row) -> int64_t { return told.owners[group_at][64 * me + row]; };
+    const auto token = [&](int row) -> int64_t { return told.owners[own_at][64 * me + row]; };
     float d_x1[of_scores ? width / 2 : 1], d_x2[of_weights ? width / 2 : 1];
 #pragma unroll
     for (int i = 0; i < width / 2; ++i) {
@@ -165,46 +164,48 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
       if constexpr (of_weights) d_x2[i] = 0;
     }
     uint32_t own_rows = 0;  // rows without a token see nothing
-    [[maybe_unused]] int64_t own[2];
+    [[maybe_unused]] int64_t owner[2];
     [[maybe_unused]] float own_lse[2] = {}, own_delta[2] = {};
     [[maybe_unused]] uint32_t own_word[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      own[half] = token(in_group / 32 * 16 + lane / 4 + 8 * half);
-      if (own[half] < 0) continue;
+      owner[half] = token(in_group / 32 * 16 + lane / 4 + 8 * half);
+      if (owner[half] < 0) continue;
       own_rows |= 0x33333333u << 2 * half;
       if constexpr (!keys_own) {
-        const int64_t row = (b * a.heads + own_head) * a.queries + own[half];
+        const int64_t row = (b * a.heads + own_head) * a.queries + owner[half];
         own_lse[half] = a.rows.lse[row];
         own_delta[half] = a.rows.delta[row];
         if (general && a.rows.word) own_word[half] = a.rows.word[row];
       }
     }
+    const bool ragged = __any_sync(0xffffffffu, own_rows != ~0u);
     const uint64_t x1_tile = descriptor(x1_tiles + (own_at * consumers + me) * S::own_bytes),
                    x2_tile = descriptor(x2_tiles + (own_at * consumers + me) * S::own_bytes);
 
-    shared.own_full[own_at].wait(own_stage.parity);
+    shared.own_full[own_at].wait(own.parity);
     publish_stores();
-    for (bool last = false; !last; visit.next(), stage1.next(), stage2.next()) {
-      const int at = stage1.index, visited = visit.index;
+    for (bool last = false; !last; places.next()) {
+      const int visited = places.index<S::visits>(), at = places.index<S::stages1>(),
+                at2 = places.index<S::stages2>();
       const auto done = [&](Barrier& empty) {
         __syncwarp();  // all lanes have read what it guards
         if (speaks) empty.arrive();
       };
-      told.visit_full[visited].wait(visit.parity);
+      told.visit_full[visited].wait(places.parity<S::visits>());
       const auto& note = told.notes[visited];
       const int64_t query_head = own_head * members + note.member;
       const Allowed<S::halves> allowed(note, me);
       last = allowed.last;
-      shared.full1[at].wait(stage1.parity);
+      shared.full1[at].wait(places.parity<S::stages1>());
       publish_stores();
       if (!allowed.visits) {
-        shared.full2[stage2.index].wait(stage2.parity);
-        done(shared.empty1[at]), done(shared.empty2[stage2.index]), done(told.visit_empty[visited]);
+        shared.full2[at2].wait(places.parity<S::stages2>());
+        done(shared.empty1[at]), done(shared.empty2[at2]), done(told.visit_empty[visited]);
         continue;
       }
       const char* const y1_block = y1_blocks + at * S::block_bytes;
-      const char* const y2_block = y2_blocks + stage2.index * S::block_bytes;
+      const char* const y2_block = y2_blocks + at2 * S::block_bytes;
       float s[others / 2], dp[of_scores ? others / 2 : 1];
       const auto across = [&](float(&c)[others / 2], uint64_t left, const char* block) {
         const uint64_t right = descriptor(block);
@@ -224,10 +225,10 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
         wait_for_products<0>();
         hold(s);
         mma::finish_scores<T, !keys_own>(reinterpret_cast<float(&)[8][4]>(s), slope, a.scores, b, query_head,
-                                         own, other_token);
+                                         owner, other_token);
         begin_products();
       }
-      shared.full2[stage2.index].wait(stage2.parity);
+      shared.full2[at2].wait(places.parity<S::stages2>());
       publish_stores();
       if constexpr (of_scores) across(dp, x2_tile, y2_block);
       if constexpr (!general) {
@@ -243,10 +244,16 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
           s[4 * j + e] = approximate_exp2(
               fmaf(s[4 * j + e], to_log2, -(keys_own ? (e % 2 ? lse.y : lse.x) : own_lse[e / 2])));
       }
+      const auto seen = [&](int i) { return (allowed.word[i / 32] & own_rows & 1u << i % 32) != 0; };
+      const bool masked = allowed.masked || ragged;
+      if (masked)  // a branch, which also keeps ptxas from waiting for dP before the exponentials
+#pragma unroll
+        for (int i = 0; i < others / 2; ++i)
+          if (!seen(i)) s[i] = 0;
       if constexpr (of_scores) {
         wait_for_products<0>();
         hold(dp);
-        if constexpr (!of_weights) done(shared.empty2[stage2.index]);
+        if constexpr (!of_weights) done(shared.empty2[at2]);
       }
       uint32_t weights[others / 16][4], ds[others / 16][4];
 #pragma unroll
@@ -257,23 +264,25 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int i = 4 * j + e;
-          const bool seen = allowed.word[i / 32] & own_rows & 1u << i % 32;
-          float factor = 1;  // of dropout
+          [[maybe_unused]] float factor = 1;  // of dropout
           if constexpr (general)
             if (a.rows.word) {
-              const int64_t key = keys_own ? own[e / 2] : other_token(j, e % 2);
+              const int64_t key = keys_own ? owner[e / 2] : other_token(j, e % 2);
               const uint32_t word =
                   keys_own ? shared.word[at][8 * j + lane % 4 * 2 + e % 2] : own_word[e / 2];
               const bool kept = AttentionDropout::mix(word, static_cast<uint32_t>(key)) >= a.scores.threshold;
               factor = kept ? a.scores.keep_scale : 0;
             }
           if constexpr (of_scores)
-            dp[i] =
-                seen ? s[i] * (factor * dp[i] - (keys_own ? (e % 2 ? delta.y : delta.x) : own_delta[e / 2]))
-                     : 0;
-          s[i] = seen ? s[i] * factor : 0;
+            dp[i] = s[i] * ((general ? factor * dp[i] : dp[i]) -
+                            (keys_own ? (e % 2 ? delta.y : delta.x) : own_delta[e / 2]));
+          if constexpr (general) s[i] *= factor;
         }
       }
+      if (of_scores && masked)  // what is not seen may be infinite
+#pragma unroll
+        for (int i = 0; i < others / 2; ++i)
+          if (!seen(i)) dp[i] = 0;
       if constexpr (general && !keys_own) {
 #pragma unroll 1
         for (int n = 0; n < a.scores.terms; ++n) {
@@ -283,9 +292,9 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
               static_cast<T*>(term.gradient) + b * term.gradient_step[0] + query_head * term.gradient_step[1];
 #pragma unroll
           for (int i = 0; i < others / 2; ++i)
-            if (allowed.word[i / 32] & own_rows & 1u << i % 32)
-              to[own[i / 2 % 2] * term.gradient_step[2] + other_token(i / 4, i % 2) * term.gradient_step[3]] =
-                  narrow<T>(dp[i]);
+            if (seen(i))
+              to[owner[i / 2 % 2] * term.gradient_step[2] +
+                 other_token(i / 4, i % 2) * term.gradient_step[3]] = narrow<T>(dp[i]);
         }
       }
       if constexpr (general && of_scores) {
@@ -330,7 +339,7 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
       }
       if constexpr (of_weights) {
         hold(d_x2);
-        done(shared.empty2[stage2.index]);
+        done(shared.empty2[at2]);
       }
       done(told.visit_empty[visited]);
     }
@@ -343,7 +352,7 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
     if constexpr (of_weights)
       if (a.dv.data) store_rows<T>(d_x2, one, a.dv.of<T>(b, own_head), a.dv.row, 0, a.value_width, token);
     __syncwarp();
-    if (speaks) told.group_empty[group_at].arrive();
+    if (speaks) told.group_empty[own_at].arrive();
   }
 }
 
