@@ -5,7 +5,8 @@
 # usage: tests/sanitize_cuda.sh [--tool TOOL]... [--only REGEX] [--programs DIR] [--jobs N] [--seconds N]
 #   --tool      memcheck, racecheck, initcheck (these three by default) or synccheck
 #   --only      tests whose names (suite.test) match this regular expression of grep -E
-#   --programs  where core_tests and the others are (build/tests); racecheck wants them built with -DTORUS_RACECHECK=ON
+#   --programs  where core_tests and the others are (build/tests); built with -DTORUS_SANITIZE=ON, or racecheck and
+#               initcheck report what they cannot follow
 #   --jobs      processes at once (half of the processors)
 #   --seconds   a process may take (300)
 set -euo pipefail
@@ -31,6 +32,9 @@ grep -qE -- "$only" <<< "" 2> /dev/null || [[ $? -eq 1 ]] || stop "--only is no 
 # others run the same kernels on fewer elements. And those whose point is that CUDA refuses an allocation: memcheck
 # reports each refusal.
 large='PassesTwoToThe|LargeCopies|AFullDevice|TooMuchIsOneLine|MoreMatricesThan|ManyMatrices'
+# Left out but under memcheck: initcheck does not see what cuBLASLt's kernels for Hopper write by bulk copies, and reports
+# columns between rows that its others read and leave; under racecheck its products of measured algorithms fail.
+library='GeluOnTheWay|MlpOfManyRows|MeasurementChangesNoBit|CudaProduct.AgreesWithTheCpu|FusedCuda.CrossEntropy$'
 # Left out but under memcheck: they run again and again what others run once.
 repeated='SameBitsEachTime|BitsAreTheSameEachTime|Gradcheck|TrajectoriesAreThoseOfTheCpu'
 # What a tool is told. racecheck and synccheck look at the kernels of Torus alone: cuBLASLt's reuse shared memory in ways
@@ -79,7 +83,7 @@ count() {
 
 for tool in "${tools[@]}"; do
   out=$large
-  [[ $tool == memcheck ]] || out="$large|$repeated"
+  [[ $tool == memcheck ]] || out="$large|$library|$repeated"
   for room in core ops layers; do
     program="$programs/${room}_tests" number=0 running=0 start=$SECONDS
     tests_of "$program" > "$folder/all" || stop "$program does not list its tests"

@@ -25,14 +25,16 @@ using mma::quad_sum;
 using mma::shared_address;
 using Rows = mma::Operand;
 
+/// Whether compute-sanitizer should be able to follow the kernels.
+#ifdef TORUS_SANITIZE
+inline constexpr bool sanitized = true;
+#else
+inline constexpr bool sanitized = false;
+#endif
 /// Lanes of a warp that say for it that it is done with what others will write again, after all have met:
 /// one. racecheck does not follow __syncwarp to a barrier in shared memory, and would report every such
 /// write: for it all lanes speak.
-#ifdef TORUS_RACECHECK
-inline constexpr int voices = 32;
-#else
-inline constexpr int voices = 1;
-#endif
+inline constexpr int voices = sanitized ? 32 : 1;
 __device__ inline bool speaks_for_warp() { return static_cast<int>(threadIdx.x) % 32 < voices; }
 
 /// The same value in all lanes, which the compiler cannot know: products under a condition that lanes might

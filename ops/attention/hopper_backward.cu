@@ -512,7 +512,9 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
   // Any order is faster for wide heads and many queries alone: it must begin with zeros.
   const bool in_order = p.deterministic || (maps.contiguous && (width == 64 || p.queries() <= 1024));
   const int64_t sums = matrices * padded * p.width();
-  Tensor sum = in_order ? Tensor::empty({sums}, f32, device) : Tensor::zeros({sums}, f32, device);
+  // initcheck does not see what bulk copies write.
+  Tensor sum =
+      in_order && !sanitized ? Tensor::empty({sums}, f32, device) : Tensor::zeros({sums}, f32, device);
   Tensor counts = Tensor::zeros({1 + (in_order ? slabs : 0)}, i32, device);
   int32_t* const taken = counts.mutable_data<int32_t>();
   // Queries and gradients of outputs; of wide heads the sum of dQ should fit as well (measured).

@@ -1,10 +1,45 @@
 #!/bin/sh
-# Runs a compilation, and fails it if ptxas had to run products of warp groups one by one: the result would be right,
-# and several times slower.
+# Runs a compilation of Hopper kernels, and fails it if ptxas had to run products of warp groups one by one, or if a
+# kernel keeps variables in memory anywhere between its first product and its last, where its main loop is: the result
+# would be right, and slower, the first several times. To see the second takes cuobjdump, of the CUDA Toolkit.
 output=$("$@" 2>&1)
 status=$?
 [ -z "$output" ] || printf '%s\n' "$output" >&2
 case $output in
 *"wgmma.mma_async instructions are serialized"*) exit 1 ;;
 esac
-exit $status
+[ $status -eq 0 ] || exit $status
+
+object='' tool=$(command -v cuobjdump)
+while [ $# -gt 0 ]; do
+  case $1 in
+  -o) object=$2 ;;
+  */nvcc) [ -x "${1%nvcc}cuobjdump" ] && tool=${1%nvcc}cuobjdump ;;
+  esac
+  shift
+done
+if [ -z "$tool" ]; then
+  echo "${object##*/}: no product run alone; spills not looked for, as there is no cuobjdump"
+  exit 0
+fi
+"$tool" --dump-sass "$object" | awk -v object="${object##*/}" '
+  function finish(   i, among) {
+    for (i = 0; i < spills; ++i) among += spill[i] > first && spill[i] < last
+    if (last) ++kernels
+    if (last && among) {
+      ++bad
+      print object ": " among " spills between products: " kernel
+    }
+    first = last = spills = 0
+  }
+  /Function :/ { finish(); kernel = $3 }
+  /HGMMA/ {
+    if (!first) first = NR
+    last = NR
+  }
+  /[^A-Z](LDL|STL)[^A-Z]/ { spill[spills++] = NR }
+  END {
+    finish()
+    if (!bad) print object ": " kernels + 0 " kernels, no product run alone, no spill between products"
+    exit bad > 0
+  }' >&2
