@@ -6,6 +6,16 @@
 #   --only   problems of attention whose names match; FlexAttention compiles each of its own for many seconds
 set -euo pipefail
 export LC_ALL=C
+only=() works=()
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;
+    --only) only=("${2:?"--only needs a value"}"); shift 2 ;;
+    attention | train) works+=("$1"); shift ;;
+    *) echo "compare_pytorch_cuda.sh: expected attention, train or --only REGEX, got '$1'" >&2; exit 1 ;;
+  esac
+done
+[[ ${#works[@]} -gt 0 ]] || works=(attention train)
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 script=tests/bench/compare_pytorch_cuda.py
@@ -26,10 +36,7 @@ part() {  # part NAME COMMAND...: its lines, each with the time, while the devic
   watcher=
   echo "--- $name took $((SECONDS - start)) s" >&2
 }
-only=()
-if [[ ${1-} == --only ]]; then only=("${2:?"--only needs a value"}"); shift 2; fi
-[[ $# -gt 0 ]] || set -- attention train
-for work in "$@"; do
+for work in "${works[@]}"; do
   chosen=()
   [[ $work != attention ]] || chosen=(${only[@]+"${only[@]}"})
   part "torus-$work" "build/tests/${work}_cuda_bench" ${chosen[@]+"${chosen[@]}"}
