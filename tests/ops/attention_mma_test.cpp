@@ -553,6 +553,34 @@ TEST_P(CudaMma, ManyMatrices) {
              bf16);
 }
 
+// More matrices than the cache holds are gone through in sections, of which some are of one less: every
+// matrix is done, and alike where all are the same.
+TEST_P(CudaMma, SectionsOfMatrices) {
+  Problem c{.name = "seven of 16384",
+            .heads = 7,
+            .kv_heads = 7,
+            .queries = 16384,
+            .keys = 16384,
+            .mask = sliding_window(60, 60),
+            .layout = Layout::expanded,
+            .with_lse = false};
+  Operands o = random_operands(c, bf16);
+  const Results all = run(c, o, bf16, cuda, GetParam());
+  c.heads = c.kv_heads = 1;
+  for (Tensor* x : {&o.q, &o.k, &o.v, &o.d_out}) *x = x->slice(1, 0, 1);
+  const Results one = run(c, o, bf16, cuda, GetParam());
+  for (const auto& [what, x, y] : {std::tuple{"out", &all.out, &one.out},
+                                   {"dq", &all.dq, &one.dq},
+                                   {"dk", &all.dk, &one.dk},
+                                   {"dv", &all.dv, &one.dv}}) {
+    const Tensor first = x->slice(1, 0, 1).to(cpu).contiguous();
+    EXPECT_LT(distance(first, *y), 1e-2 * norm(*y)) << what;
+    for (int64_t h = 1; h < 7; ++h)
+      EXPECT_TRUE(x->slice(1, h, h + 1).to(cpu).contiguous().to_vector<double>() == first.to_vector<double>())
+          << what << " of matrix " << h;
+  }
+}
+
 TEST_P(CudaMma, NoTokens) {
   for (const auto& [queries, keys] : {std::pair<int64_t, int64_t>{0, 5}, {5, 0}, {0, 0}}) {
     Tape tape;
