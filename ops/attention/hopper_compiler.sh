@@ -1,12 +1,23 @@
 #!/bin/sh
 # Runs a compilation of Hopper kernels, and fails it if ptxas had to run products of warp groups one by one, or if a
 # kernel keeps variables in memory anywhere between its first product and its last, where its main loop is: the result
-# would be right, and slower, the first several times. To see the second takes cuobjdump, of the CUDA Toolkit.
+# would be right, and slower, the first several times. To see the second takes cuobjdump, of the CUDA Toolkit. Where
+# warnings are not errors (TORUS_WERROR), it says so and goes on.
+# usage: hopper_compiler.sh ON|OFF COMMAND...
+strict=$1
+shift
+slow() {
+  if [ "$strict" = ON ]; then
+    echo "hopper_compiler.sh: slow kernels fail the build; -DTORUS_WERROR=OFF takes them" >&2
+    exit 1
+  fi
+  exit 0
+}
 output=$("$@" 2>&1)
 status=$?
 [ -z "$output" ] || printf '%s\n' "$output" >&2
 case $output in
-*"wgmma.mma_async instructions are serialized"*) exit 1 ;;
+*"wgmma.mma_async instructions are serialized"*) [ $status -eq 0 ] && slow ;;
 esac
 [ $status -eq 0 ] || exit $status
 
@@ -42,4 +53,4 @@ fi
     finish()
     if (!bad) print object ": " kernels + 0 " kernels, no product run alone, no spill between products"
     exit bad > 0
-  }' >&2
+  }' >&2 || slow
