@@ -33,7 +33,7 @@ if [ -z "$tool" ]; then
   echo "${object##*/}: no product run alone; spills not looked for, as there is no cuobjdump"
   exit 0
 fi
-"$tool" --dump-sass "$object" | awk -v object="${object##*/}" '
+{ "$tool" --dump-sass "$object" || echo "cuobjdump failed"; } | awk -v object="${object##*/}" '
   function finish(   i, among) {
     for (i = 0; i < spills; ++i) among += spill[i] > first && spill[i] < last
     if (last) ++kernels
@@ -42,6 +42,10 @@ fi
       print object ": " among " spills between products: " kernel
     }
     first = last = spills = 0
+  }
+  /^cuobjdump failed$/ {
+    ++bad
+    print object ": cuobjdump failed: spills not looked for"
   }
   /Function :/ { finish(); kernel = $3 }
   /HGMMA/ {
