@@ -437,6 +437,15 @@ __device__ inline void store_rows(const float (&d)[n], const float (&factor)[2],
   }
 }
 
+/// `otherwise` in place of elements of an accumulator whose bit in `allowed`, a word of each 64 columns, is
+/// not set.
+template <int n>
+__device__ inline void keep_allowed(float (&d)[n], const uint32_t (&allowed)[n / 32], float otherwise) {
+#pragma unroll
+  for (int i = 0; i < n; ++i)
+    if (!(allowed[i / 32] >> i % 32 & 1)) d[i] = otherwise;
+}
+
 // ------------------------------------------------------------------------- copies of rows by index, 16 bytes
 // a lane
 

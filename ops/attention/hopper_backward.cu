@@ -375,10 +375,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
           for (int e = 0; e < 4; ++e)
             s[4 * j + e] = approximate_exp2(fmaf(s[4 * j + e], to_log2, -(e % 2 ? lse.y : lse.x)));
         }
-        if (masked)
-#pragma unroll
-          for (int i = 0; i < queries / 2; ++i)
-            if (!(allowed[i / 32] >> i % 32 & 1)) s[i] = 0;
+        if (masked) keep_allowed(s, allowed, 0);
 #pragma unroll
         for (int kk = 0; kk < queries / 16; ++kk)
 #pragma unroll
@@ -395,10 +392,7 @@ __global__ void __launch_bounds__(threads, 1) backward(const __grid_constant__ B
           for (int e = 0; e < 4; ++e)
             dp[4 * j + e] = s[4 * j + e] * (dp[4 * j + e] - (e % 2 ? delta.y : delta.x));
         }
-        if (masked)  // what is not seen may be infinite
-#pragma unroll
-          for (int i = 0; i < queries / 2; ++i)
-            if (!(allowed[i / 32] >> i % 32 & 1)) dp[i] = 0;
+        if (masked) keep_allowed(dp, allowed, 0);  // what is not seen may be infinite
 #pragma unroll
         for (int kk = 0; kk < queries / 16; ++kk)
 #pragma unroll

@@ -301,10 +301,7 @@ __global__ void __launch_bounds__(Shape<width, gathers, general, warp_groups>::t
         uint32_t slope[8][2];
         mma::finish_scores<T, true>(reinterpret_cast<float(&)[8][4]>(s), slope, a.scores, b, h, own, key);
       }
-      if (allowed.masked)
-#pragma unroll
-        for (int i = 0; i < keys / 2; ++i)
-          if (!(allowed.word[i / 32] >> i % 32 & 1)) s[i] = -infinity;
+      if (allowed.masked) keep_allowed(s, allowed.word, -infinity);
       bool grows = false;
       float most[2];
 #pragma unroll

@@ -244,12 +244,11 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
           s[4 * j + e] = approximate_exp2(
               fmaf(s[4 * j + e], to_log2, -(keys_own ? (e % 2 ? lse.y : lse.x) : own_lse[e / 2])));
       }
-      const auto seen = [&](int i) { return (allowed.word[i / 32] & own_rows & 1u << i % 32) != 0; };
-      const bool masked = allowed.masked || ragged;
-      if (masked)  // a branch, which also keeps ptxas from waiting for dP before the exponentials
+      uint32_t seen[S::halves];
 #pragma unroll
-        for (int i = 0; i < others / 2; ++i)
-          if (!seen(i)) s[i] = 0;
+      for (int i = 0; i < S::halves; ++i) seen[i] = allowed.word[i] & own_rows;
+      const bool masked = allowed.masked || ragged;
+      if (masked) keep_allowed(s, seen, 0);  // the branch keeps ptxas from waiting for dP before exponentials
       if constexpr (of_scores) {
         wait_for_products<0>();
         hold(dp);
@@ -279,10 +278,8 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
           if constexpr (general) s[i] *= factor;
         }
       }
-      if (of_scores && masked)  // what is not seen may be infinite
-#pragma unroll
-        for (int i = 0; i < others / 2; ++i)
-          if (!seen(i)) dp[i] = 0;
+      if constexpr (of_scores)
+        if (masked) keep_allowed(dp, seen, 0);  // what is not seen may be infinite
       if constexpr (general && !keys_own) {
 #pragma unroll 1
         for (int n = 0; n < a.scores.terms; ++n) {
@@ -292,7 +289,7 @@ __global__ void __launch_bounds__(threads, 1) two_pass(const __grid_constant__ T
               static_cast<T*>(term.gradient) + b * term.gradient_step[0] + query_head * term.gradient_step[1];
 #pragma unroll
           for (int i = 0; i < others / 2; ++i)
-            if (seen(i))
+            if (seen[i / 32] >> i % 32 & 1)
               to[owner[i / 2 % 2] * term.gradient_step[2] +
                  other_token(i / 4, i % 2) * term.gradient_step[3]] = narrow<T>(dp[i]);
         }
