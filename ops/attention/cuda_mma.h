@@ -9,6 +9,7 @@
 #include "torus/core/cuda.h"
 #include "torus/ops/attention/backend.h"
 #include "torus/ops/attention/cuda_map.h"
+#include "torus/ops/attention/grouped_map.h"
 
 namespace torus::gpu::mma {
 
@@ -214,6 +215,37 @@ __device__ inline void load_tile(char* tile, const T* head, int64_t stride, int 
   }
 }
 
+/// Fills tiles of 64 rows with rows that follow each other, if they pack. What of the addresses is the
+/// thread's own is worked out once.
+template <class T, int width, int threads>
+class RunCopies {
+ public:
+  __device__ RunCopies(const T* head, int64_t stride, int columns)
+      : row_(static_cast<int>(threadIdx.x) / chunks), row_bytes_(static_cast<int32_t>(stride) * 2) {
+    const int column = static_cast<int>(threadIdx.x) % chunks * 8;
+    from_ = reinterpret_cast<const char*>(head + column) + int64_t{row_} * row_bytes_;
+    to_ = offset_in_tile<width>(row_, column);
+    if (column >= columns) row_ = 64;
+  }
+  /// Starts to copy `count` rows from that of token `first` on; those beyond are zeros.
+  __device__ void start(const char* tile, int32_t first, int32_t count) const {
+    const char* from = from_ + int64_t{first} * row_bytes_;
+    const uint32_t to = shared_address(tile) + to_;
+#pragma unroll
+    for (int n = 0; n < 64 / at_once; ++n, from += int64_t{row_bytes_} * at_once)
+      copy_16_async((at_once == 4 ? to ^ n % 2 * 64 : to) + n * at_once * width * 2, from,
+                    row_ + n * at_once < count);
+  }
+
+ private:
+  static constexpr int chunks = width / 8, at_once = threads / chunks;
+  static_assert(at_once >= 4);  // so that its chunks have one place or two in their rows
+  const char* from_;
+  uint32_t to_;
+  int row_;  // the thread's first; beyond all where its columns are
+  int32_t row_bytes_;
+};
+
 /// Writes an accumulator, times a factor a row, to 16 rows and 8 columns of a tile.
 template <class T, int width>
 __device__ inline void put(char* tile, int row, int column, const float (&c)[4], float factor,
@@ -335,7 +367,7 @@ class Walk {
   }
 
   __device__ bool has(int round, Place p) const { return p.entry < filled_[round % 2]; }
-  __device__ const Entry& entry(Place p) const { return entries_[p.entry % capacity]; }
+  __device__ const Entry& entry(Place p) const { return entries_[static_cast<unsigned>(p.entry) % capacity]; }
   __device__ Place after(Place p) const {
     return p.offset + block_size < entry(p).count ? Place{p.entry, p.offset + block_size}
                                                   : Place{p.entry + 1, 0};
@@ -481,6 +513,71 @@ class Walk {
   volatile int filled_[2];  // entries that there are in even and in odd rounds
   int made_, member_, members_;
   Cursor saved_[tiles];
+};
+
+/// Where a warp of a block of threads is that goes through what some tiles of owners visit, none of which
+/// gathers, 64 others at a time: of the 64, what `tile` sees of them. Blocks that the tile does not visit
+/// come up too, for others that do.
+template <int tiles>
+class QueuedBlocks {
+ public:
+  /// `walk` has begun. All threads step together, and meet between.
+  __device__ QueuedBlocks(Walk<tiles>& walk, const MapSide& map, int64_t owners, int tile)
+      : walk_(walk), map_(map), owners_(owners), tile_(tile) {}
+  __device__ bool there() const { return there_; }
+  __device__ int32_t first() const { return walk_.entry(at_).first + at_.offset; }
+  __device__ int32_t count() const { return walk_.count(at_); }
+  __device__ bool visits() const { return walk_.entry(at_).visits[tile_]; }
+  /// Whether some pairs of a tile that visits the block are not allowed, or not there.
+  __device__ bool masked() const { return walk_.entry(at_).bits[tile_] || count() < block_size; }
+  /// Of 16 rows of the tile, as Walk::allowed.
+  __device__ uint32_t allowed(int rows_of_16, int lane) const { return walk_.allowed(at_, tile_, rows_of_16, lane); }
+  __device__ void step() {
+    at_ = walk_.after(at_);
+    there_ = walk_.has(round_, at_);
+    if (threadIdx.x == 0) walk_.keep_ahead(round_, at_, [&](int) { return map_; }, owners_);
+    ++round_;
+  }
+
+ private:
+  Walk<tiles>& walk_;
+  MapSide map_;
+  int64_t owners_;
+  int tile_, round_ = 0;
+  Place at_;
+  bool there_ = walk_.has(0, at_);
+};
+
+/// The same from a grouped side of one 64 a block; threads step each for itself.
+class GroupedBlocks {
+ public:
+  __device__ GroupedBlocks(const GroupedView& map, int64_t group, int tiles, int tile)
+      : words_(3 + tiles), entry_(map.entries + int64_t{words_} * map.first[group]), fragments_(map.fragments), left_(map.first[group + 1] - map.first[group]), tile_(tile) {
+    read();
+  }
+  __device__ bool there() const { return left_ > 0; }
+  __device__ int32_t first() const { return first_; }
+  __device__ int32_t count() const { return blocks_ > 1 ? block_size : last_; }
+  __device__ bool visits() const { return id_ != torus::detail::GroupedSide::none; }
+  __device__ bool masked() const { return id_ >= 0 || count() < block_size; }
+  __device__ uint32_t allowed(int rows_of_16, int lane) const {
+    const uint32_t word = id_ >= 0 ? fragments_[int64_t{128} * id_ + 32 * rows_of_16 + lane] : ~0u;
+    return count() < block_size ? word & columns_below(count(), lane) : word;
+  }
+  __device__ void step() {
+    first_ += block_size;
+    if (--blocks_ > 0) return;
+    --left_, entry_ += words_;
+    if (left_ > 0) read();
+  }
+
+ private:
+  __device__ void read() { first_ = entry_[0], blocks_ = entry_[1], last_ = entry_[2], id_ = entry_[3 + tile_]; }
+
+  int words_;
+  const int32_t* entry_;
+  const uint32_t* fragments_;
+  int32_t left_, tile_, first_ = 0, blocks_ = 0, last_ = 0, id_ = 0;
 };
 
 // ---------------------------------------------------------------------------------------- blocks of a grid
