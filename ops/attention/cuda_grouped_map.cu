@@ -50,7 +50,7 @@ std::shared_ptr<const DeviceSides> build(const AttentionProblem& p, Side which, 
   GroupedTable& table = made->table;
   table.batch_step = rule.per_batch() ? heads : 0;
   table.head_step = rule.per_head() ? 1 : 0;
-  table.contiguous = table.uniform = true;
+  table.contiguous = table.uniform = true, table.density = 1;
   std::vector<GroupedSide> sides;
   std::vector<std::vector<int32_t>> owners;
   for (int64_t b = 0; b < batches; ++b)
@@ -64,6 +64,7 @@ std::shared_ptr<const DeviceSides> build(const AttentionProblem& p, Side which, 
       table.gathers = table.gathers || sides.back().gathers;
       table.contiguous = table.contiguous && sides.back().contiguous;
       table.uniform = table.uniform && sides.back().uniform;
+      table.density = std::min(table.density, sides.back().density);
     }
   const auto add_all = [&](DeviceBlock& block) {
     std::vector<GroupedView> views;

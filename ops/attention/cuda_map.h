@@ -74,6 +74,7 @@ struct GroupedTable {
   const GroupedView* views;
   int64_t batch_step, head_step, groups;  // groups: the most of any
   bool gathers, contiguous, uniform;
+  double density;  // the least of any
   __device__ const GroupedView& of(int64_t b, int64_t h) const {
     return views[b * batch_step + h * head_step];
   }

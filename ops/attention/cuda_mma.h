@@ -215,48 +215,100 @@ __device__ inline void load_tile(char* tile, const T* head, int64_t stride, int 
   }
 }
 
-/// Fills tiles of 64 rows with rows that follow each other, if they pack. What of the addresses is the
-/// thread's own is worked out once.
-template <class T, int width, int threads>
-class RunCopies {
- public:
-  __device__ RunCopies(const T* head, int64_t stride, int columns)
+/// Fills tiles with rows that pack, as `load_tile` does. What of the addresses is the thread's own is worked
+/// out once.
+template <class T, int width, int rows, int threads>
+class RowCopies {
+ protected:
+  static constexpr int chunks = width / 8, at_once = threads / chunks;
+  static_assert(rows % at_once == 0 && at_once >= 4);
+
+  // `runs`: places are of the thread's first row, not of row 0.
+  __device__ RowCopies(const T* head, int64_t stride, int columns, bool runs)
       : row_(static_cast<int>(threadIdx.x) / chunks), row_bytes_(static_cast<int32_t>(stride) * 2) {
     const int column = static_cast<int>(threadIdx.x) % chunks * 8;
-    from_ = reinterpret_cast<const char*>(head + column) + int64_t{row_} * row_bytes_;
+    from_ = reinterpret_cast<const char*>(head + column) + (runs ? int64_t{row_} * row_bytes_ : 0);
     to_ = offset_in_tile<width>(row_, column);
-    if (column >= columns) row_ = 64;
+    if (column >= columns) row_ = rows;
   }
-  /// Starts to copy `count` rows from that of token `first` on; those beyond are zeros.
-  __device__ void start(const char* tile, int32_t first, int32_t count) const {
-    const char* from = from_ + int64_t{first} * row_bytes_;
-    const uint32_t to = shared_address(tile) + to_;
-#pragma unroll
-    for (int n = 0; n < 64 / at_once; ++n, from += int64_t{row_bytes_} * at_once)
-      copy_16_async((at_once == 4 ? to ^ n % 2 * 64 : to) + n * at_once * width * 2, from,
-                    row_ + n * at_once < count);
+  // A thread's rows lie multiples of 8 apart, so that its chunks have one place in them, or of 4: then two.
+  __device__ uint32_t place(const char* tile, int n) const {
+    return shared_address(tile) + (at_once == 4 ? to_ ^ n % 2 * 64 : to_) + n * at_once * width * 2;
   }
 
- private:
-  static constexpr int chunks = width / 8, at_once = threads / chunks;
-  static_assert(at_once >= 4);  // so that its chunks have one place or two in their rows
   const char* from_;
   uint32_t to_;
   int row_;  // the thread's first; beyond all where its columns are
   int32_t row_bytes_;
 };
 
-/// Writes an accumulator, times a factor a row, to 16 rows and 8 columns of a tile.
-template <class T, int width>
-__device__ inline void put(char* tile, int row, int column, const float (&c)[4], float factor,
-                           float factor_8) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+/// Rows that follow each other.
+template <class T, int width, int rows, int threads>
+class RunCopies : RowCopies<T, width, rows, threads> {
+  using Base = RowCopies<T, width, rows, threads>;
+
+ public:
+  __device__ RunCopies(const T* head, int64_t stride, int columns) : Base(head, stride, columns, true) {}
+  /// Starts to copy `count` rows from that of token `first` on; those beyond are zeros.
+  __device__ void start(const char* tile, int32_t first, int32_t count) const {
+    const char* from = this->from_ + int64_t{first} * this->row_bytes_;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float by = h ? factor_8 : factor;
-    *reinterpret_cast<uint32_t*>(tile + offset_in_tile<width>(row + lane / 4 + 8 * h, column) +
-                                 lane % 4 * 4) = pack<T>(c[2 * h] * by, c[2 * h + 1] * by);
+    for (int n = 0; n < rows / Base::at_once; ++n, from += int64_t{this->row_bytes_} * Base::at_once)
+      copy_16_async(this->place(tile, n), from, this->row_ + n * Base::at_once < count);
   }
+};
+
+/// Rows of tokens.
+template <class T, int width, int rows, int threads>
+class GatherCopies : RowCopies<T, width, rows, threads> {
+  using Base = RowCopies<T, width, rows, threads>;
+
+ public:
+  using Tokens = int32_t[rows / Base::at_once];  // of the thread's rows
+
+  __device__ GatherCopies(const T* head, int64_t stride, int columns) : Base(head, stride, columns, false) {}
+  /// Row i is that of `token(i)`; zeros where that is negative.
+  template <class Token>
+  __device__ static void read(Tokens& tokens, const Token& token) {
+#pragma unroll
+    for (int n = 0; n < rows / Base::at_once; ++n)
+      tokens[n] = token(static_cast<int>(threadIdx.x) / Base::chunks + n * Base::at_once);
+  }
+  __device__ void start(const char* tile, const Tokens& tokens) const {
+#pragma unroll
+    for (int n = 0; n < rows / Base::at_once; ++n)
+      copy_16_async(this->place(tile, n), this->from_ + int64_t{tokens[n]} * this->row_bytes_,
+                    tokens[n] >= 0 && this->row_ < rows);
+  }
+};
+
+/// Writes accumulators a and b, which lie side by side, times a factor a row, to 16 rows and columns of a
+/// tile from multiples of 16 on. With `matrices` by stmatrix, where there is one: fewer instructions, though
+/// in forward of width 128 ptxas makes a slower loop beside it.
+template <class T, int width, bool matrices = true>
+__device__ inline void put(char* tile, int row, int column, const float (&a)[4], const float (&b)[4],
+                           float factor, float factor_8) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  // Rows lane / 4 and 8 further of a, then of b.
+  const uint32_t words[4] = {pack<T>(a[0] * factor, a[1] * factor), pack<T>(a[2] * factor_8, a[3] * factor_8),
+                             pack<T>(b[0] * factor, b[1] * factor),
+                             pack<T>(b[2] * factor_8, b[3] * factor_8)};
+#if __CUDA_ARCH__ >= 900
+  if constexpr (matrices) {
+    // As offset_in_tile, with what is the lane's own apart.
+    const uint32_t own = (row + lane % 16) * width * 2 + ((lane % 8) ^ (lane / 16)) * 16;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     shared_address(tile) + (own ^ column * 2)),
+                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+    return;
+  }
+#endif
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    *reinterpret_cast<uint32_t*>(
+        tile + offset_in_tile<width>(row + lane / 4 + i % 2 * 8, column + i / 2 * 8) + lane % 4 * 4) =
+        words[i];
 }
 
 /// Copies `rows` rows of a tile from `first_row` on, by threads 0 to `threads` of some: row i goes to that of
@@ -288,7 +340,8 @@ __device__ inline void store_rows(char* tile, int first_row, const float (&c)[wi
                                   const Token& token) {
   __syncwarp();
 #pragma unroll
-  for (int j = 0; j < width / 8; ++j) put<T, width>(tile, first_row, 8 * j, c[j], factor[0], factor[1]);
+  for (int j = 0; j < width / 8; j += 2)
+    put<T, width, false>(tile, first_row, 8 * j, c[j], c[j + 1], factor[0], factor[1]);
   __syncwarp();
   store_tile<T, width>(tile, first_row, 16, static_cast<int>(threadIdx.x) % 32, 32, head, stride, columns,
                        packs, token);
@@ -311,13 +364,19 @@ inline constexpr int32_t block_size = tile_size;  // others that are visited at 
 
 /// Word of the bits of an accumulator (8 j + 2 t + c, t = lane % 4) whose column is below `count`.
 __device__ inline uint32_t columns_below(int count, int lane) {
-  uint32_t word = 0;
+  const int left = min(max(count - lane % 4 * 2, 0), 64), whole = (left + 6) / 8;  // accumulators
+  const uint32_t word = whole >= 8 ? ~0u : (1u << 4 * whole) - 1;
+  return left % 8 == 1 ? word | 0x5u << left / 8 * 4 : word;
+}
+
+/// Where bit 4 j + e of a word is 0, element e of accumulator j becomes `otherwise`.
+template <int columns>
+__device__ inline void keep_allowed(float (&s)[columns][4], uint32_t allowed, float otherwise) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int left = count - 8 * j - lane % 4 * 2;
-    word |= (left > 1 ? 0xfu : left == 1 ? 0x5u : 0u) << 4 * j;
-  }
-  return word;
+  for (int j = 0; j < columns; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (!(allowed >> (4 * j + e) & 1)) s[j][e] = otherwise;
 }
 
 /// A side of the map of one head.
@@ -326,43 +385,136 @@ struct MapSide {
   const uint32_t* fragments;
 };
 
+/// What a tile of owners visits, 64 others at a time, in shared memory: told to a block of threads two blocks
+/// ahead by its threads 0 to 63, each of which finds a token. Several heads may be gone through.
+class TileBlocks {
+ public:
+  struct Block {
+    int32_t id;      // of its atom, or `full`
+    int32_t count;   // others
+    int32_t member;  // which of the heads; -1: there are no more blocks
+    __device__ bool there() const { return member >= 0; }
+  };
+  /// What takes time to read, of a block: its atom, and the thread's token.
+  struct Found {
+    int32_t id = torus::detail::GroupedSide::none, token = -1;
+  };
+
+  __device__ const Block& block(int i) const { return blocks_[i % 3]; }
+  __device__ int32_t token(int i, int other) const { return tokens_[i % 3][other]; }  // -1 beyond the count
+
+  /// By threads 0 to 63: tells blocks 0 and 1. `side_of(member)` is the map's side for each of the heads.
+  template <class Sides>
+  __device__ void start(const Sides& side_of, int64_t tile, int members) {
+    State state{0, 0, 0, 0, 0, Visit::Kind::interval, -1};
+    for (int i = 0; i < 2; ++i) tell(i, find(i, state, side_of, tile, members));
+  }
+  /// By threads 0 to 63, block after block: finds the next, i. All threads meet between two blocks.
+  template <class Sides>
+  __device__ Found find(int i, const Sides& side_of, int64_t tile, int members) {
+    State state = states_[i % 2];
+    return find(i, state, side_of, tile, members);
+  }
+  __device__ void tell(int i, const Found& found) {
+    tokens_[i % 3][threadIdx.x] = found.token;
+    if (threadIdx.x == 0) blocks_[i % 3].id = found.id;
+  }
+  /// Which of a lane's pairs of 16 owners and block i are allowed: bit 4 j + e is element e of accumulator j.
+  __device__ uint32_t allowed(int i, const uint32_t* fragments, int rows_of_16, int lane) const {
+    const Block& b = block(i);
+    const uint32_t word = b.id >= 0 ? fragments[int64_t{128} * b.id + 32 * rows_of_16 + lane] : ~0u;
+    return b.count < tile_size ? word & columns_below(b.count, lane) : word;
+  }
+
+ private:
+  struct State {
+    int64_t next, end;           // visits of the member that are left
+    int64_t first, left, atoms;  // what is left of one
+    Visit::Kind kind;
+    int member;
+  };
+
+  template <class Sides>
+  __device__ Found find(int i, State& at, const Sides& side_of, int64_t tile, int members) {
+    bool there = true;
+    while (there && at.left == 0) {
+      if (at.next < at.end) {
+        const Visit& visit = side_of(at.member).side->visits[at.next++];
+        at.first = visit.first, at.left = visit.count, at.atoms = visit.atoms, at.kind = visit.kind;
+      } else if (at.member + 1 < members) {
+        const int64_t* const visits = side_of(++at.member).side->first_visit + tile;
+        at.next = visits[0], at.end = visits[1];
+      } else {
+        there = false;
+      }
+    }
+    Found found;
+    const auto count = static_cast<int32_t>(min(at.left, int64_t{tile_size}));
+    if (there) {
+      const SideView& side = *side_of(at.member).side;
+      found.id =
+          at.kind == Visit::Kind::interval ? torus::detail::GroupedSide::full : side.atom_ids[at.atoms++];
+      if (const auto other = static_cast<int32_t>(threadIdx.x); other < count)
+        found.token = at.kind == Visit::Kind::gather ? side.lists[at.first + other]
+                                                     : static_cast<int32_t>(at.first) + other;
+    }
+    at.first += count, at.left -= count;
+    if (threadIdx.x == 0) {
+      blocks_[i % 3].count = count, blocks_[i % 3].member = there ? at.member : -1;
+      states_[(i + 1) % 2] = at;
+    }
+    return found;
+  }
+
+  // Threads may be at block i - 2, and so read slots of i - 2 and i - 1, while block i is found and told.
+  int32_t tokens_[3][tile_size];
+  Block blocks_[3];
+  State states_[2];
+};
+
 /// A place in a walk: which entry, and from which of its others on.
 struct Place {
   int entry = 0;
   int32_t offset = 0;
 };
 
-/// What a block of threads visits, in shared memory: one thread writes some entries ahead. Threads go through
-/// it together, 64 others at a time, a round each, and meet between rounds. With two tiles of owners (then
-/// nothing gathers) their visits are merged: what both visit from one token on, they visit together.
-template <int tiles>
-class Walk {
+/// What two tiles of owners visit, none of which gathers, in shared memory: one thread writes some entries
+/// ahead. Threads go through them together, 64 others at a time, a round each, and meet between rounds. What
+/// both tiles visit from one token on, they visit together.
+class PairWalk {
  public:
+  static constexpr int tiles = 2;
   /// Others that are visited together; more than 64 only where every pair is allowed.
   struct Entry {
-    const int32_t* list;          // their tokens; null: `first` and those after it
     const uint32_t* bits[tiles];  // for each tile of owners; null: every pair is allowed
     bool visits[tiles];           // whether the tile visits these at all
     int32_t first, count;
-    int32_t member;  // which of the heads that a block of threads goes through
   };
 
-  /// By one thread, before round 0. `side_of(member)` is the map's side for each of the heads that are gone
-  /// through.
-  template <class Sides>
-  __device__ void start(const Sides& side_of, int64_t tile, int members) {
-    made_ = 0, member_ = 0, members_ = members;
+  /// By one thread, before round 0.
+  __device__ void start(const MapSide& map, int64_t pair) {
+    made_ = 0, more_ = true;
     Cursor cursors[tiles];
-    begin(cursors, side_of(0), tile);
+#pragma unroll
+    for (int i = 0; i < tiles; ++i) {
+      const int64_t t = pair * tiles + i;
+      const Visit* const visits = map.side->visits;
+      const bool there = t < map.side->tiles;
+      cursors[i] = {there ? visits + map.side->first_visit[t] : visits,
+                    there ? visits + map.side->first_visit[t + 1] : visits,
+                    0,
+                    0,
+                    0,
+                    Visit::Kind::interval};
+    }
     save(cursors);
-    fill(side_of, tile);
+    fill(map);
     filled_[0] = made_;
   }
   /// By one thread, in each round: sees to it that in the next one there are entries for the place after
   /// `next` and the one after that, if there are that many.
-  template <class Sides>
-  __device__ void keep_ahead(int round, Place next, const Sides& side_of, int64_t tile) {
-    if (member_ < members_ && next.entry + 3 >= made_) fill(side_of, tile);
+  __device__ void keep_ahead(int round, Place next, const MapSide& map) {
+    if (more_ && next.entry + 3 >= made_) fill(map);
     filled_[(round + 1) % 2] = made_;
   }
 
@@ -372,24 +524,8 @@ class Walk {
     return p.offset + block_size < entry(p).count ? Place{p.entry, p.offset + block_size}
                                                   : Place{p.entry + 1, 0};
   }
-  /// The up to 64 others at `p`: their number, and the token of one of them, -1 beyond.
+  /// How many others there are at `p`, up to 64.
   __device__ int32_t count(Place p) const { return min(entry(p).count - p.offset, block_size); }
-  __device__ int32_t token(Place p, int i) const {
-    const Entry& e = entry(p);
-    return i >= e.count - p.offset ? -1 : e.list ? e.list[i] : e.first + p.offset + i;
-  }
-  /// Tokens of the first two places, by thread i of 64 or more.
-  __device__ void first_tokens(int32_t (&tokens)[3][block_size], int i) const {
-    const Place first, second = after(first);
-    if (i >= block_size) return;
-    tokens[0][i] = token(first, i);
-    if (has(0, second)) tokens[1][i] = token(second, i);
-  }
-  /// In a round that has `next`, token i of the place after it, -1 if there is none.
-  __device__ int32_t later_token(int round, Place next, int i) const {
-    const Place later = after(next);
-    return i < block_size && has(round, later) ? token(later, i) : -1;
-  }
   /// Which of a lane's pairs in 16 rows of a tile are allowed: bit 4 j + e is element e of accumulator j.
   __device__ uint32_t allowed(Place p, int tile, int rows_of_16, int lane) const {
     const uint32_t* const bits = entry(p).bits[tile];
@@ -420,30 +556,13 @@ class Walk {
     __device__ bool whole() const { return kind == Visit::Kind::interval; }
   };
 
-  __device__ static void begin(Cursor (&cursors)[tiles], const MapSide& map, int64_t tile) {
-#pragma unroll
-    for (int i = 0; i < tiles; ++i) {
-      const int64_t t = tile * tiles + i;
-      const Visit* const visits = map.side->visits;
-      const bool there = t < map.side->tiles;
-      cursors[i] = {there ? visits + map.side->first_visit[t] : visits,
-                    there ? visits + map.side->first_visit[t + 1] : visits,
-                    0,
-                    0,
-                    0,
-                    Visit::Kind::interval};
-    }
-  }
-
   __device__ void save(const Cursor (&cursors)[tiles]) {
 #pragma unroll
     for (int i = 0; i < tiles; ++i) saved_[i] = cursors[i];
   }
 
   __device__ static void take(int i, Cursor& cursor, int32_t count, const MapSide& map, Entry& to) {
-    const bool gathers = cursor.kind == Visit::Kind::gather;
-    to.list = gathers ? map.side->lists + cursor.first : nullptr;
-    to.first = gathers ? 0 : static_cast<int32_t>(cursor.first);
+    to.first = static_cast<int32_t>(cursor.first);
     to.count = count;
     to.visits[i] = true;
     to.bits[i] = nullptr;
@@ -457,31 +576,25 @@ class Walk {
   __device__ static bool next(Cursor (&cursors)[tiles], const MapSide& map, Entry& to) {
 #pragma unroll
     for (bool& visits : to.visits) visits = false;
-    if constexpr (tiles == 1) {
-      if (!cursors[0].at_visit()) return false;
-      take(0, cursors[0], cursors[0].count(), map, to);
-      return true;
-    } else {
-      Cursor &a = cursors[0], &b = cursors[1];
-      const bool has_a = a.at_visit(), has_b = b.at_visit();
-      if (!has_a && !has_b) return false;
-      // Intervals can be cut anywhere, runs cannot: their bits are of 64 tokens.
-      if (has_a && has_b && a.first == b.first) {
-        const int32_t in_a = a.count(), in_b = b.count();
-        const int32_t count = a.whole() && b.whole() ? min(in_a, in_b) : a.whole() ? in_b : in_a;
-        if (a.whole() ? in_a >= count : b.whole() ? in_b >= count : in_a == in_b) {
-          take(0, a, count, map, to);
-          take(1, b, count, map, to);
-          return true;
-        }
+    Cursor &a = cursors[0], &b = cursors[1];
+    const bool has_a = a.at_visit(), has_b = b.at_visit();
+    if (!has_a && !has_b) return false;
+    // Intervals can be cut anywhere, runs cannot: their bits are of 64 tokens.
+    if (has_a && has_b && a.first == b.first) {
+      const int32_t in_a = a.count(), in_b = b.count();
+      const int32_t count = a.whole() && b.whole() ? min(in_a, in_b) : a.whole() ? in_b : in_a;
+      if (a.whole() ? in_a >= count : b.whole() ? in_b >= count : in_a == in_b) {
+        take(0, a, count, map, to);
+        take(1, b, count, map, to);
+        return true;
       }
-      const bool first = !has_b || (has_a && (a.first < b.first || (a.first == b.first && !a.whole())));
-      if (first)
-        take(0, a, cut(a, b, has_b), map, to);
-      else
-        take(1, b, cut(b, a, has_a), map, to);
-      return true;
     }
+    const bool first = !has_b || (has_a && (a.first < b.first || (a.first == b.first && !a.whole())));
+    if (first)
+      take(0, a, cut(a, b, has_b), map, to);
+    else
+      take(1, b, cut(b, a, has_a), map, to);
+    return true;
   }
 
   // How much of `mine` comes before the other begins, if it can be cut.
@@ -492,18 +605,13 @@ class Walk {
   }
 
   // Up to `at_once` further entries.
-  template <class Sides>
-  __device__ void fill(const Sides& side_of, int64_t tile) {
+  __device__ void fill(const MapSide& map) {
     Cursor cursors[tiles];
 #pragma unroll
     for (int i = 0; i < tiles; ++i) cursors[i] = saved_[i];
-    for (const int until = made_ + at_once; made_ < until && member_ < members_;) {
-      Entry& to = entries_[made_ % capacity];
-      to.member = member_;
-      if (next(cursors, side_of(member_), to))
-        ++made_;
-      else if (++member_ < members_)
-        begin(cursors, side_of(member_), tile);
+    for (const int until = made_ + at_once; made_ < until && more_;) {
+      more_ = next(cursors, map, entries_[made_ % capacity]);
+      if (more_) ++made_;
     }
     save(cursors);
   }
@@ -511,48 +619,53 @@ class Walk {
   static constexpr int capacity = 16, at_once = 4;
   Entry entries_[capacity];
   volatile int filled_[2];  // entries that there are in even and in odd rounds
-  int made_, member_, members_;
+  int made_;
+  bool more_;  // perhaps
   Cursor saved_[tiles];
 };
 
-/// Where a warp of a block of threads is that goes through what some tiles of owners visit, none of which
-/// gathers, 64 others at a time: of the 64, what `tile` sees of them. Blocks that the tile does not visit
-/// come up too, for others that do.
-template <int tiles>
+/// Where a warp of a block of threads is that goes through what a pair of tiles of owners visits, 64 others
+/// at a time, and what one of the tiles sees of them. Blocks that the tile does not visit come up too, for
+/// the other.
 class QueuedBlocks {
  public:
   /// `walk` has begun. All threads step together, and meet between.
-  __device__ QueuedBlocks(Walk<tiles>& walk, const MapSide& map, int64_t owners, int tile)
-      : walk_(walk), map_(map), owners_(owners), tile_(tile) {}
+  __device__ QueuedBlocks(PairWalk& walk, const MapSide& map, int tile)
+      : walk_(walk), map_(map), tile_(tile), there_(walk.has(0, at_)) {}
   __device__ bool there() const { return there_; }
   __device__ int32_t first() const { return walk_.entry(at_).first + at_.offset; }
   __device__ int32_t count() const { return walk_.count(at_); }
   __device__ bool visits() const { return walk_.entry(at_).visits[tile_]; }
   /// Whether some pairs of a tile that visits the block are not allowed, or not there.
   __device__ bool masked() const { return walk_.entry(at_).bits[tile_] || count() < block_size; }
-  /// Of 16 rows of the tile, as Walk::allowed.
-  __device__ uint32_t allowed(int rows_of_16, int lane) const { return walk_.allowed(at_, tile_, rows_of_16, lane); }
+  /// Of 16 rows of the tile, as TileBlocks::allowed.
+  __device__ uint32_t allowed(int rows_of_16, int lane) const {
+    return walk_.allowed(at_, tile_, rows_of_16, lane);
+  }
   __device__ void step() {
     at_ = walk_.after(at_);
     there_ = walk_.has(round_, at_);
-    if (threadIdx.x == 0) walk_.keep_ahead(round_, at_, [&](int) { return map_; }, owners_);
+    if (threadIdx.x == 0) walk_.keep_ahead(round_, at_, map_);
     ++round_;
   }
 
  private:
-  Walk<tiles>& walk_;
+  PairWalk& walk_;
   MapSide map_;
-  int64_t owners_;
   int tile_, round_ = 0;
   Place at_;
-  bool there_ = walk_.has(0, at_);
+  bool there_;
 };
 
 /// The same from a grouped side of one 64 a block; threads step each for itself.
 class GroupedBlocks {
  public:
   __device__ GroupedBlocks(const GroupedView& map, int64_t group, int tiles, int tile)
-      : words_(3 + tiles), entry_(map.entries + int64_t{words_} * map.first[group]), fragments_(map.fragments), left_(map.first[group + 1] - map.first[group]), tile_(tile) {
+      : words_(3 + tiles),
+        entry_(map.entries + int64_t{words_} * map.first[group]),
+        fragments_(map.fragments),
+        left_(map.first[group + 1] - map.first[group]),
+        tile_(tile) {
     read();
   }
   __device__ bool there() const { return left_ > 0; }
@@ -572,7 +685,9 @@ class GroupedBlocks {
   }
 
  private:
-  __device__ void read() { first_ = entry_[0], blocks_ = entry_[1], last_ = entry_[2], id_ = entry_[3 + tile_]; }
+  __device__ void read() {
+    first_ = entry_[0], blocks_ = entry_[1], last_ = entry_[2], id_ = entry_[3 + tile_];
+  }
 
   int words_;
   const int32_t* entry_;

@@ -107,13 +107,13 @@ constexpr size_t backward_memory = size_t{64} * width * 2 * (2 + 2 * stages);
 // Owners x (keys: k, v; queries: q, dO) and others y, which are read a block ahead if there are two stages.
 // Keys: dK if `of_scores`, dV if `of_weights`. Queries: dQ.
 template <class T, int width, Side owners, bool of_scores, bool of_weights, bool general, int stages>
-__global__ void __launch_bounds__(threads) backward(const __grid_constant__ BackwardArguments a) {
+__global__ void __launch_bounds__(threads, width == 64 && !general ? 3 : 2)
+    backward(const __grid_constant__ BackwardArguments a) {
   static_assert(owners == Side::key || (of_scores && !of_weights));
   constexpr bool keys_own = owners == Side::key;
-  constexpr bool keep_x = width == 64;  // in registers
+  constexpr bool keep_x = width == 64 && !of_weights;  // in registers, if three blocks of threads find room
   extern __shared__ __align__(128) char memory[];
-  __shared__ Walk<1> walk;
-  __shared__ int32_t tokens[3][tile_size];
+  __shared__ TileBlocks blocks;
   __shared__ __align__(8) float other_rows[2][3][tile_size];  // lse, delta, word of queries that are others
   constexpr int tile_bytes = 64 * width * 2;
   char* const x1_tile = memory;
@@ -132,7 +132,8 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
   };
   const SideView& side = *side_of(0).side;
   if (tile >= side.tiles) return;
-  if (thread == 0) walk.start(side_of, tile, keys_own ? static_cast<int>(group) : 1);
+  const int members = keys_own ? static_cast<int>(group) : 1;
+  if (thread < tile_size) blocks.start(side_of, tile, members);
 
   const Operand &x1 = keys_own ? a.k : a.q, &x2 = keys_own ? a.v : a.d_out;
   const Operand &y1 = keys_own ? a.q : a.k, &y2 = keys_own ? a.d_out : a.v;
@@ -163,18 +164,35 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     }
   }
 
-  const auto load = [&](int i, Place place) {
-    const int stage = i % stages, member = walk.entry(place).member;
-    const int64_t h = keys_own ? first_head + member : own_head / group;
-    const int32_t* const at = tokens[i % 3];
-    const auto token = [&](int row) { return at[row]; };
+  using Copies = GatherCopies<T, width, 64, threads>;
+  const int64_t first_other = keys_own ? first_head : own_head / group;
+  Copies y1_copies(y1.of<const T>(b, first_other), y1.row, a.width);
+  Copies y2_copies(y2.of<const T>(b, first_other), y2.row, a.value_width);
+  int copied = 0;  // the member that they are of
+  const auto load = [&](int i) {
+    const int stage = i % stages, member = blocks.block(i).member;
+    const int64_t h = first_other + member;
+    const auto token = [&](int row) { return blocks.token(i, row); };
     char* const y1_tile = y_tiles + stage * tile_bytes;
-    load_tile<T, width, 64, threads>(y1_tile, y1.of<const T>(b, h), y1.row, a.width, a.packs, token);
-    load_tile<T, width, 64, threads>(y1_tile + stages * tile_bytes, y2.of<const T>(b, h), y2.row,
-                                     a.value_width, a.packs, token);
+    char* const y2_tile = y1_tile + stages * tile_bytes;
+    if (a.packs) {
+      if (keys_own && copied != member) {
+        y1_copies = Copies(y1.of<const T>(b, h), y1.row, a.width);
+        y2_copies = Copies(y2.of<const T>(b, h), y2.row, a.value_width);
+        copied = member;
+      }
+      typename Copies::Tokens read;
+      Copies::read(read, token);
+      y1_copies.start(y1_tile, read);
+      y2_copies.start(y2_tile, read);
+    } else {
+      load_tile<T, width, 64, threads>(y1_tile, y1.of<const T>(b, h), y1.row, a.width, false, token);
+      load_tile<T, width, 64, threads>(y2_tile, y2.of<const T>(b, h), y2.row, a.value_width, false, token);
+    }
     if (keys_own && thread < tile_size) {
-      const bool there = at[thread] >= 0;
-      const int64_t row = there ? (b * a.heads + h) * a.queries + at[thread] : 0;
+      const int32_t query = token(thread);
+      const bool there = query >= 0;
+      const int64_t row = there ? (b * a.heads + h) * a.queries + query : 0;
       copy_4_async(shared_address(&other_rows[stage][0][thread]), a.rows.lse + row, there);
       copy_4_async(shared_address(&other_rows[stage][1][thread]), a.rows.delta + row, there);
       if (general && a.rows.word)
@@ -182,6 +200,8 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     }
   };
 
+  __syncthreads();  // blocks 0 and 1 are told
+  if (blocks.block(0).there()) load(0);
   wait_for_copies();
   __syncthreads();
   if constexpr (keep_x)
@@ -190,25 +210,17 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
       load_matrices(x1_kept[kk], x1_block.at(0, 16 * kk));
       load_matrices(x2_kept[kk], x2_block.at(0, 16 * kk));
     }
-  Place next;  // of block i + 1
-  bool more = walk.has(0, next);
-  if (more) {
-    walk.first_tokens(tokens, thread);
-    __syncthreads();
-    load(0, next);
-  }
 
-  for (int i = 0; more; ++i) {
+  for (int i = 0; blocks.block(i).there(); ++i) {
     wait_for_copies();
     __syncthreads();  // block i is there, all before is done with
     const int stage = i % stages;
-    const uint32_t allowed = walk.allowed(next, 0, warp, lane);
-    [[maybe_unused]] const int member = walk.entry(next).member;
-    next = walk.after(next);
-    more = walk.has(i, next);
-    if (thread == 0) walk.keep_ahead(i, next, side_of, tile);
-    if (stages == 2 && more) load(i + 1, next);
-    const int32_t later_token = more ? walk.later_token(i, next, thread) : -1;
+    const int member = blocks.block(i).member;
+    const uint32_t allowed = blocks.allowed(i, side_of(member).fragments, warp, lane);
+    const bool more = blocks.block(i + 1).there();
+    if (stages == 2 && more) load(i + 1);
+    TileBlocks::Found later;
+    if (thread < tile_size) later = blocks.find(i + 2, side_of, tile, members);
 
     const char* const y1_tile = y_tiles + stage * tile_bytes;
     const char* const y2_tile = y1_tile + stages * tile_bytes;
@@ -238,7 +250,7 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
 
     [[maybe_unused]] uint32_t slope[8][2];
     const auto column_token = [&](int j, int c) -> int64_t {
-      return tokens[i % 3][8 * j + lane % 4 * 2 + c];
+      return blocks.token(i, 8 * j + lane % 4 * 2 + c);
     };
     [[maybe_unused]] const int64_t query_head = keys_own ? first_head + member : own_head;
     if constexpr (general)
@@ -274,14 +286,8 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
       }
     }
     if (__any_sync(0xffffffffu, allowed != ~0u)) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (!(allowed >> (4 * j + e) & 1)) {
-            s[0][j][e] = 0;
-            if constexpr (of_scores) dp[0][j][e] = 0;
-          }
+      keep_allowed(s[0], allowed, 0);
+      if constexpr (of_scores) keep_allowed(dp[0], allowed, 0);  // what is not seen may be infinite
     }
     if constexpr (general && of_scores) {
       if constexpr (!keys_own)
@@ -324,10 +330,10 @@ __global__ void __launch_bounds__(threads) backward(const __grid_constant__ Back
     if constexpr (of_weights) multiply_down(d_x2, s, y2_tile);
     if constexpr (of_scores) multiply_down(d_x1, dp, y1_tile);
 
-    if (thread < tile_size) tokens[(i + 2) % 3][thread] = later_token;
+    if (thread < tile_size) blocks.tell(i + 2, later);
     if constexpr (stages == 1) {
       __syncthreads();
-      if (more) load(i + 1, next);
+      if (more) load(i + 1);
     }
   }
 

@@ -141,19 +141,11 @@ __device__ inline void make_scores(float (&s)[tiles][2 * pairs][4], const Q& loa
   });
 }
 
-// Where bit 4 j + e of a word is 0, element e of accumulator j is no score.
-template <int columns>
-__device__ inline void keep_allowed(float (&s)[columns][4], uint32_t allowed) {
-#pragma unroll
-  for (int j = 0; j < columns; ++j)
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (!(allowed >> (4 * j + e) & 1)) s[j][e] = -infinity;
-}
-
 // On a multiprocessor: as many as registers allow without spilling.
 template <int width, bool general>
-constexpr int blocks_at_once = general || width == 256 ? 2 : width == 64 ? 4 : 3;
+constexpr int blocks_at_once = general || width == 256 ? 2
+                               : width == 64           ? 4
+                                                       : 3;
 
 // A tile of 64 queries. `width` is that of q, k and v, padded. With two stages keys and values are read a
 // block ahead; with one, values are read while scores are made, and the next keys while these are used.
@@ -162,8 +154,7 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, general>)
     forward(const __grid_constant__ ForwardArguments a) {
   constexpr bool keep_q = width <= 128;  // in registers
   extern __shared__ __align__(128) char memory[];
-  __shared__ Walk<1> walk;
-  __shared__ int32_t tokens[3][tile_size];  // of blocks i to i + 2
+  __shared__ TileBlocks blocks;
   constexpr int tile_bytes = 64 * width * 2;
   char* const q_tile = memory;
   char* const k_tiles = q_tile + tile_bytes;
@@ -177,7 +168,7 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, general>)
   const SideView& side = map.query;
   if (tile >= side.tiles) return;
   const auto side_of = [&](int) { return MapSide{&side, map.fragments}; };
-  if (thread == 0) walk.start(side_of, tile, 1);
+  if (thread < tile_size) blocks.start(side_of, tile, 1);
 
   const T* const k = a.k.of<const T>(b, h / a.group);
   const T* const v = a.v.of<const T>(b, h / a.group);
@@ -203,11 +194,6 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, general>)
     }
   }
 
-  wait_for_copies();
-  __syncthreads();
-  if constexpr (keep_q)
-#pragma unroll
-    for (int kk = 0; kk < width / 16; ++kk) load_matrices(q_kept[kk], q_block.at(0, 16 * kk));
   const auto load_q = [&](int kk, uint32_t(&x)[1][4]) {
     if constexpr (keep_q)
 #pragma unroll
@@ -216,33 +202,40 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, general>)
       load_matrices(x[0], q_block.at(0, 16 * kk));
   };
 
-  Place next;  // of block i + 1
-  const auto load = [&](char* to, const T* head, int64_t stride, int columns, int i) {
-    load_tile<T, width, 64, threads>(to + i % stages * tile_bytes, head, stride, columns, a.packs,
-                                     [&](int row) { return tokens[i % 3][row]; });
+  using Copies = GatherCopies<T, width, 64, threads>;
+  const Copies key_copies(k, a.k.row, a.width), value_copies(v, a.v.row, a.value_width);
+  const auto load = [&](int i, bool keys, bool values) {
+    char* const k_tile = k_tiles + i % stages * tile_bytes;
+    char* const v_tile = v_tiles + i % stages * tile_bytes;
+    const auto token = [&](int row) { return blocks.token(i, row); };
+    if (a.packs) {
+      typename Copies::Tokens read;
+      Copies::read(read, token);
+      if (keys) key_copies.start(k_tile, read);
+      if (values) value_copies.start(v_tile, read);
+    } else {
+      if (keys) load_tile<T, width, 64, threads>(k_tile, k, a.k.row, a.width, false, token);
+      if (values) load_tile<T, width, 64, threads>(v_tile, v, a.v.row, a.value_width, false, token);
+    }
   };
-  const auto load_keys = [&](int i) { load(k_tiles, k, a.k.row, a.width, i); };
-  const auto load_values = [&](int i) { load(v_tiles, v, a.v.row, a.value_width, i); };
-  bool more = walk.has(0, next);
-  if (more) {
-    walk.first_tokens(tokens, thread);
-    __syncthreads();
-    load_keys(0);
-    if constexpr (stages == 2) load_values(0);
-  }
+  __syncthreads();  // blocks 0 and 1 are told
+  if (blocks.block(0).there()) load(0, true, stages == 2);
+  wait_for_copies();
+  __syncthreads();
+  if constexpr (keep_q)
+#pragma unroll
+    for (int kk = 0; kk < width / 16; ++kk) load_matrices(q_kept[kk], q_block.at(0, 16 * kk));
 
-  for (int i = 0; more; ++i) {
+  for (int i = 0; blocks.block(i).there(); ++i) {
     wait_for_copies();
     __syncthreads();  // block i is there (with one stage its keys), all before is done with
-    if constexpr (stages == 1) load_values(i);
-    const uint32_t allowed = walk.allowed(next, 0, warp, lane);
-    next = walk.after(next);
-    more = walk.has(i, next);
-    if (thread == 0) walk.keep_ahead(i, next, side_of, tile);
+    if constexpr (stages == 1) load(i, false, true);
+    const uint32_t allowed = blocks.allowed(i, map.fragments, warp, lane);
+    const bool more = blocks.block(i + 1).there();
     if constexpr (stages == 2)
-      if (more) load_keys(i + 1), load_values(i + 1);
-    int32_t later_token = -1;
-    if (more) later_token = walk.later_token(i, next, thread);
+      if (more) load(i + 1, true, true);
+    TileBlocks::Found later;
+    if (thread < tile_size) later = blocks.find(i + 2, side_of, tile, 1);
     auto k_now = k_block, v_now = v_block;
     k_now.row_start += i % stages * tile_bytes, v_now.row_start += i % stages * tile_bytes;
     q_block.computed_here(), k_now.computed_here(), v_now.computed_here();
@@ -252,10 +245,10 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, general>)
     if constexpr (general) {
       uint32_t slope[8][2];
       finish_scores<T, true>(s[0], slope, a.scores, b, h, queries, [&](int j, int c) -> int64_t {
-        return tokens[i % 3][8 * j + lane % 4 * 2 + c];
+        return blocks.token(i, 8 * j + lane % 4 * 2 + c);
       });
     }
-    if (__any_sync(0xffffffffu, allowed != ~0u)) keep_allowed(s[0], allowed);
+    if (__any_sync(0xffffffffu, allowed != ~0u)) keep_allowed(s[0], allowed, -infinity);
     rows.weigh(s, to_log2);
     if constexpr (general)
       if (a.scores.dropout.active())
@@ -263,7 +256,7 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, general>)
         for (int j = 0; j < 8; ++j)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const auto key = static_cast<uint32_t>(tokens[i % 3][8 * j + lane % 4 * 2 + e % 2]);
+            const auto key = static_cast<uint32_t>(blocks.token(i, 8 * j + lane % 4 * 2 + e % 2));
             if (AttentionDropout::mix(row_words[e / 2], key) < a.scores.threshold)
               rows.weights[0][j / 2][j % 2 * 2 + e / 2] &= e % 2 ? 0xffffu : 0xffff0000u;
           }
@@ -271,10 +264,10 @@ __global__ void __launch_bounds__(threads, blocks_at_once<width, general>)
     if constexpr (stages == 1) {
       wait_for_copies();
       __syncthreads();  // values are there, keys are done with
-      if (more) load_keys(i + 1);
+      if (more) load(i + 1, true, false);
     }
     rows.add_values(v_now, 0);
-    if (thread < tile_size) tokens[(i + 2) % 3][thread] = later_token;
+    if (thread < tile_size) blocks.tell(i + 2, later);
   }
 
   rows.store(a, b, h, q_tile, 16 * warp, general ? a.scores.keep_scale : 1,
@@ -304,18 +297,19 @@ __global__ void __launch_bounds__(threads, 2) forward_of_pairs(const __grid_cons
   load_tile<T, width, 64 * tiles, threads>(q_tile, a.q.of<const T>(b, h), a.q.row, a.width, a.packs, query);
   const T* const k = a.k.of<const T>(b, h / a.group);
   const T* const v = a.v.of<const T>(b, h / a.group);
-  const RunCopies<T, width, threads> key_copies(k, a.k.row, a.width), value_copies(v, a.v.row, a.value_width);
+  const RunCopies<T, width, 64, threads> key_copies(k, a.k.row, a.width),
+      value_copies(v, a.v.row, a.value_width);
 
   // The warp's own rows: of tile `mine`, from row 16 * first_16 on.
   const int mine = warp / 2, first_16 = warp % 2 * 2;
   auto block = [&] {
     if constexpr (queued) {
-      __shared__ Walk<tiles> walk;
+      __shared__ PairWalk walk;
       const MapView& map = a.maps.of(b, h);
       const MapSide side{&map.query, map.fragments};
-      if (thread == 0) walk.start([&](int) { return side; }, pair, 1);
+      if (thread == 0) walk.start(side, pair);
       __syncthreads();
-      return QueuedBlocks<tiles>(walk, side, pair, mine);
+      return QueuedBlocks(walk, side, mine);
     } else {
       return GroupedBlocks(a.pairs.of(b, h), pair, tiles, mine);
     }
@@ -385,7 +379,7 @@ __global__ void __launch_bounds__(threads, 2) forward_of_pairs(const __grid_cons
         make_scores<T, width, tiles, columns / 2>(s, load_q, k_now, 8 * columns * part);
         if (masked)
 #pragma unroll
-          for (int m = 0; m < tiles; ++m) keep_allowed(s[m], allowed[m] >> 4 * columns * part);
+          for (int m = 0; m < tiles; ++m) keep_allowed(s[m], allowed[m] >> 4 * columns * part, -infinity);
         rows.weigh(s, to_log2);
       }
       if constexpr (stages == 1) {
@@ -457,8 +451,7 @@ void run_forward(const AttentionProblem& p, Tensor& out, Tensor& lse) {
           if (queued) return launch<w, 2, 2>(forward_of_pairs<T, w, true, 2>, arguments, stream);
           if (w == 64 || properties(p.q.device()).sharedMemPerMultiprocessor >= both)
             return launch<w, 2, 2>(forward_of_pairs<T, w, false, 2>, arguments, stream);
-          if constexpr (w == 128)
-            return launch<w, 2, 1>(forward_of_pairs<T, w, false, 1>, arguments, stream);
+          if constexpr (w == 128) return launch<w, 2, 1>(forward_of_pairs<T, w, false, 1>, arguments, stream);
         }
       launch<w, 1, stages>(general_scores(p) ? forward<T, w, true, stages> : forward<T, w, false, stages>,
                            arguments, stream);

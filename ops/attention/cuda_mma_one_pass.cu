@@ -31,12 +31,13 @@ struct OnePassArguments {
   Operand q, k, v, d_out, dk, dv;  // dk, dv: data null if not wanted
   float* dq_sum;                   // [B H, blocks of `queries`, warps, slab]
   const float *lse, *delta;        // [B H, padded queries]
-  int32_t *taken, *turns;          // turns: whose it is to add, [B H, pairs, warps]; null: in any order
-  int64_t heads, kv_heads, queries, keys, padded_queries, query_blocks, query_pairs;
+  int32_t *taken, *turns;          // turns: whose it is to add, [B H, units, warps]; null: in any order
+  int64_t heads, kv_heads, queries, keys, padded_queries, query_blocks;
+  int32_t unit_shift, query_units;  // 2^shift queries, at which a turn is taken; pairs are not cut
   int width, value_width;
   bool packs, packs_out;
   float scale;
-  GroupedTable maps;
+  GroupedTable maps, units;  // units: by `unit` queries, for their last visitors
   Schedule schedule;
 };
 
@@ -53,6 +54,10 @@ struct Visited {
 
   __device__ bool there() const { return member < members; }
   __device__ int32_t query() const { return first + offset; }
+  // The unit of queries that it is in, among those of all members; -1: none.
+  __device__ int32_t unit(int shift, int32_t units) const {
+    return there() ? member * units + (first >> shift) : -1;
+  }
   __device__ bool ends_pair() const { return offset + queries == pair || query() + queries >= query_count; }
   // What a tile of keys sees of the 64 queries from `from` on.
   __device__ int32_t id(int tile, int from = 0) const {
@@ -147,15 +152,31 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
                                      key_token);
   load_tile<T, width, keys, threads>(v_tile, a.v.of<const T>(b, kv_head), a.v.row, a.value_width, a.packs,
                                      key_token);
+  using Copies = RunCopies<T, width, queries, threads>;
+  Copies q_copies(a.q.of<const T>(b, next.first_head), a.q.row, a.width);
+  Copies d_out_copies(a.d_out.of<const T>(b, next.first_head), a.d_out.row, a.value_width);
+  int32_t copied = 0;  // the member that they are of
   const auto load = [&](const Visited<queries>& block, int stage) {
     const int64_t h = block.first_head + block.member;
-    const auto token = [&](int row) -> int64_t {
-      return block.query() + row < a.queries ? block.query() + row : -1;
-    };
-    load_tile<T, width, queries, threads>(q_tiles + stage * S::query_bytes, a.q.of<const T>(b, h), a.q.row,
-                                          a.width, a.packs, token);
-    load_tile<T, width, queries, threads>(d_out_tiles + stage * S::query_bytes, a.d_out.of<const T>(b, h),
-                                          a.d_out.row, a.value_width, a.packs, token);
+    char* const q_tile = q_tiles + stage * S::query_bytes;
+    char* const d_out_tile = d_out_tiles + stage * S::query_bytes;
+    if (a.packs) {
+      if (copied != block.member) {
+        q_copies = Copies(a.q.of<const T>(b, h), a.q.row, a.width);
+        d_out_copies = Copies(a.d_out.of<const T>(b, h), a.d_out.row, a.value_width);
+        copied = block.member;
+      }
+      const auto count = static_cast<int32_t>(a.queries) - block.query();
+      q_copies.start(q_tile, block.query(), count);
+      d_out_copies.start(d_out_tile, block.query(), count);
+    } else {
+      const auto token = [&](int row) -> int64_t {
+        return block.query() + row < a.queries ? block.query() + row : -1;
+      };
+      load_tile<T, width, queries, threads>(q_tile, a.q.of<const T>(b, h), a.q.row, a.width, false, token);
+      load_tile<T, width, queries, threads>(d_out_tile, a.d_out.of<const T>(b, h), a.d_out.row, a.value_width,
+                                            false, token);
+    }
     if (thread < 2 * queries / 4) {
       const int which = thread / (queries / 4), row = thread % (queries / 4) * 4;
       const float* const from =
@@ -185,6 +206,7 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
   const float to_log2 = a.scale * log2_e;
   float dk[2][width / 16][4] = {}, dv[2][width / 16][4] = {};
   // Rows of keys that there are: others have weights as well, of zeros.
+  const bool some_missing = group * keys + keys > a.keys;
   uint32_t own[2];
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
@@ -193,15 +215,17 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
     for (int e = 0; e < 2; ++e)
       if (key_token(32 * key_32 + 16 * m + lane / 4 + 8 * e) >= 0) own[m] |= 0x33333333u << 2 * e;
   }
-  // In order: the turn that is waited for at a pair of blocks of queries, and one to be passed on when what
-  // was added is there.
-  int32_t *turn = nullptr, *passed = nullptr;
-  int32_t last = 0;
+  // In order: the unit of queries that the last block was of, whose turn it is to be waited for there, and
+  // the unit whose turn is to be passed on when what was added is there (-1: none).
+  int32_t unit = -1, my_turn = -1, passed = -1;
+  const auto turn_at = [&](int32_t of) {
+    return a.turns + (((b * a.heads + next.first_head) * a.query_units + of) * warps + warp);
+  };
   const auto pass_on = [&] {
-    if (!passed) return;
+    if (passed < 0) return;
     __syncwarp();
-    if (lane == 0) add_release(passed);
-    passed = nullptr;
+    if (lane == 0) add_release(turn_at(passed));
+    passed = -1;
   };
 
   for (int stage = 0; next.there(); stage ^= 1) {
@@ -214,6 +238,7 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
     for (int i = 0; i < 2 * (queries / 64); ++i)
       visits[i % 2][i / 2] = next.id(i % 2, 64 * (i / 2)) != GroupedSide::none;
     const int64_t head = next.first_head + next.member;
+    const bool masked = id >= 0 || some_missing;
     uint32_t allowed[2] = {own[0], own[1]};
     if (id >= 0) {
       const uint32_t* const words =
@@ -222,13 +247,19 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
       allowed[0] &= words[0] >> shift, allowed[1] &= words[32] >> shift;
     }
     const int64_t block = (b * a.heads + head) * a.query_blocks + next.query() / queries;
-    const bool begins = next.offset == 0, ends = next.ends_pair();
-    if (a.turns && begins) {
-      const int32_t number = next.first / pair;
-      last = next.nothing() ? -1 : a.maps.of(b, head).last_visitor[number];
-      turn = a.turns + (((b * a.heads + head) * a.query_pairs + number) * warps + warp);
+    bool begins = false, stores = false;
+    if (a.turns) {
+      const int32_t here = next.unit(a.unit_shift, a.query_units);
+      begins = here != unit;
+      unit = here;
+      const auto before_last = [&](const GroupedTable& maps, int32_t place) {
+        return next.nothing() ? -1 : maps.of(b, head).last_visitor[place] - static_cast<int32_t>(group);
+      };
+      if (begins) my_turn = before_last(a.units, next.first >> a.unit_shift);
+      stores = before_last(a.maps, next.first / pair) == 0;
     }
     next.step(a.maps);
+    const bool ends = a.turns && next.unit(a.unit_shift, a.query_units) != unit;
     if (next.there()) load(next, stage ^ 1);
     const uint32_t in_stage = stage * S::query_bytes;
 
@@ -246,7 +277,6 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
             },
             [&](int kk, int j, uint32_t(&y)[4]) { load_matrices(y, y_block.at(16 * j, 16 * kk)); });
       };
-      constexpr uint32_t all = ~0u >> (32 - 4 * columns);
       multiply_across(s, k_block, q_across);
       multiply_across(dp, v_block, d_out_across);
       // s becomes the weights, dp the gradients of scores.
@@ -263,26 +293,20 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
             dp[m][j][e] = s[m][j][e] * (dp[m][j][e] - (e % 2 ? delta.y : delta.x));
           }
       }
+      if (masked)
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          keep_allowed(s[m], allowed[m], 0);
+          keep_allowed(dp[m], allowed[m], 0);
+        }
 #pragma unroll
       for (int m = 0; m < 2; ++m)
-        if (__any_sync(0xffffffffu, (allowed[m] | ~all) != ~0u))
 #pragma unroll
-          for (int j = 0; j < columns; ++j)
-#pragma unroll
-            for (int e = 0; e < 4; ++e)
-              if (!(allowed[m] >> (4 * j + e) & 1)) s[m][j][e] = dp[m][j][e] = 0;
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int j = 0; j < columns; ++j)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const uint32_t at =
-                offset_in_tile<queries>(32 * key_32 + 16 * m + lane / 4 + 8 * h, first_query + 8 * j) +
-                lane % 4 * 4;
-            *reinterpret_cast<uint32_t*>(p_tile + at) = pack<T>(s[m][j][2 * h], s[m][j][2 * h + 1]);
-            *reinterpret_cast<uint32_t*>(ds_tile + at) = pack<T>(dp[m][j][2 * h], dp[m][j][2 * h + 1]);
-          }
+        for (int j = 0; j < columns; j += 2) {
+          const int row = 32 * key_32 + 16 * m, column = first_query + 8 * j;
+          put<T, queries>(p_tile, row, column, s[m][j], s[m][j + 1], 1, 1);
+          put<T, queries>(ds_tile, row, column, dp[m][j], dp[m][j + 1], 1, 1);
+        }
     }
     pass_on();
     __syncthreads();  // weights and their gradients are there
@@ -324,15 +348,13 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
             [&](int kk, int j, uint32_t(&y)[4]) {
               load_transposed(y, y_block.at(64 * t + 16 * kk, 16 * j));
             });
-    const int32_t my_turn = last - static_cast<int32_t>(group);
-    const bool stores = a.turns && my_turn == 0;
     if (a.turns && my_turn >= 0) {
       if (begins) {
         if (lane == 0)
-          while (load_acquire(turn) != my_turn) continue;
+          while (load_acquire(turn_at(unit)) != my_turn) continue;
         __syncwarp();
       }
-      if (ends) passed = turn;
+      if (ends) passed = unit;
     }
     bool visited = stores;
 #pragma unroll
@@ -355,10 +377,10 @@ __global__ void __launch_bounds__(threads, 1) one_pass(const __grid_constant__ O
 #pragma unroll
   for (int m = 0; m < 2; ++m)
 #pragma unroll
-    for (int j = 0; j < width / 16; ++j) {
+    for (int j = 0; j < width / 16; j += 2) {
       const int row = 32 * key_32 + 16 * m, column = width / 2 * half + 8 * j;
-      put<T, width>(k_tile, row, column, dk[m][j], a.scale, a.scale);
-      put<T, width>(v_tile, row, column, dv[m][j], 1, 1);
+      put<T, width>(k_tile, row, column, dk[m][j], dk[m][j + 1], a.scale, a.scale);
+      put<T, width>(v_tile, row, column, dv[m][j], dv[m][j + 1], 1, 1);
     }
   __syncthreads();
   if (a.dk.data)
@@ -385,12 +407,12 @@ __global__ void __launch_bounds__(threads)
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float x[4] = {};
+      for (int j = 0; j < 4; j += 2) {
+        float x[2][4] = {};
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (set) x[e] = slab[place_in_slab(4 * m + j, lane, e)];
-        put<T, width>(tile, 32 * query_32 + 16 * m, 32 * column_32 + 8 * j, x, a.scale, a.scale);
+        for (int i = 0; i < 8; ++i)
+          if (set) x[i / 4][i % 4] = slab[place_in_slab(4 * m + j + i / 4, lane, i % 4)];
+        put<T, width>(tile, 32 * query_32 + 16 * m, 32 * column_32 + 8 * j, x[0], x[1], a.scale, a.scale);
       }
     __syncthreads();
     store_tile<T, width>(tile, 0, S::queries, thread, threads, dq.of<T>(b, h), dq.row, a.width, packs,
@@ -408,10 +430,20 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
   const int64_t blocks = (p.queries() + S::queries - 1) / S::queries, padded = blocks * S::queries;
   const PreparedRows rows = prepare_rows(p, g, d_out, padded);
   const int64_t elements = matrices * blocks * warps * S::slab;
-  const int64_t pairs = (p.queries() + pair - 1) / pair;
   const bool in_order = p.deterministic;
+  // Fewer turns, unless groups of keys are seen by few queries each, or there are few groups: they would wait
+  // for one another.
+  int unit_shift = 7;
+  static_assert(pair == 1 << 7);
+  GroupedTable units = maps;
+  const int64_t blocks_of_threads = maps.groups * p.batch() * p.kv_heads();
+  if (in_order && maps.density >= 0.5 && blocks_of_threads >= 8 * properties(device).multiProcessorCount) {
+    const GroupedTable wide = grouped_table(p, Side::key, keys / tile_size, 2 * pair / tile_size);
+    if (wide.contiguous) ++unit_shift, units = wide;
+  }
+  const int64_t query_units = ((p.queries() - 1) >> unit_shift) + 1;
   Tensor sum = in_order ? Tensor::empty({elements}, f32, device) : Tensor::zeros({elements}, f32, device);
-  Tensor counts = in_order ? Tensor::zeros({1 + matrices * pairs * warps}, i32, device) : Tensor();
+  Tensor counts = in_order ? Tensor::zeros({1 + matrices * query_units * warps}, i32, device) : Tensor();
   int32_t* const taken = in_order ? counts.mutable_data<int32_t>() : nullptr;
   const int64_t bytes = p.queries() * (p.width() + p.value_width()) * 2 * (p.heads() / p.kv_heads());
   const auto result = [](Tensor& x) { return x.defined() ? operand(x) : Operand{}; };
@@ -432,13 +464,15 @@ void launch(const AttentionProblem& p, AttentionGradients& g, const Tensor& d_ou
                                    p.keys(),
                                    padded,
                                    blocks,
-                                   pairs,
+                                   unit_shift,
+                                   static_cast<int32_t>(query_units),
                                    static_cast<int>(p.width()),
                                    static_cast<int>(p.value_width()),
                                    packs(p.q) && packs(p.k) && packs(p.v) && packs(d_out),
                                    (!g.dk.defined() || packs(g.dk)) && (!g.dv.defined() || packs(g.dv)),
                                    static_cast<float>(p.scale),
                                    maps,
+                                   units,
                                    Schedule(maps.groups, p.batch() * p.kv_heads(), bytes, in_order)};
   const auto kernel = one_pass<T, width>;
   allow_shared_memory(reinterpret_cast<const void*>(kernel), S::memory);

@@ -53,14 +53,15 @@ class Grouping {
         add_entry(0, 1, std::min(unit(), others_), std::vector<int32_t>(words(), GroupedSide::none));
       to_.first.push_back(static_cast<int32_t>(to_.entries.size() / static_cast<size_t>(to_.stride)));
     }
-    int64_t most = 0, number = 0;
+    int64_t most = 0, number = 0, all = 0;
     for (int64_t g = 0; g < groups; ++g) {
       int64_t visited = 0;
       for (int32_t e = to_.first[static_cast<size_t>(g)]; e < to_.first[static_cast<size_t>(g) + 1]; ++e)
         visited += std::max(1, to_.entries[static_cast<size_t>(e) * static_cast<size_t>(to_.stride) + 1]);
       to_.uniform = to_.uniform && (g == 0 || visited == most);
-      most = visited;
+      most = visited, all += visited;
     }
+    to_.density = static_cast<double>(all) / static_cast<double>(std::max<int64_t>(groups * blocks, 1));
     for (size_t b = 0; b < static_cast<size_t>(blocks); ++b) {
       number += visitors_[b];
       to_.contiguous =

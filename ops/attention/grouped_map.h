@@ -29,6 +29,7 @@ struct GroupedSide {
   std::vector<int32_t> last_visitor;
   bool contiguous = true;
   bool uniform = true;  // every group visits as many blocks
+  double density = 0;   // of all blocks, the share that a group visits on average
 
   int64_t groups() const { return static_cast<int64_t>(first.size()) - 1; }
   int64_t bytes() const;

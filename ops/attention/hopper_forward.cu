@@ -302,23 +302,30 @@ __global__ void __launch_bounds__(Shape<width, gathers, general, warp_groups>::t
         mma::finish_scores<T, true>(reinterpret_cast<float(&)[8][4]>(s), slope, a.scores, b, h, own, key);
       }
       if (allowed.masked) keep_allowed(s, allowed.word, -infinity);
-      bool grows = false;
-      float most[2];
+      // Whether a score is much larger than those before. Floats that are not negative compare as integers,
+      // three at a time.
+      bool grows = !pending && !filled;
+      if (!grows)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float larger = s[2 * half];
+        for (int half = 0; half < 2; ++half) {
+          int32_t larger = 0;
 #pragma unroll
-        for (int j = 0; j < keys / 8; ++j)
-          larger = fmaxf(larger, fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
-        most[half] = quad_max(larger);
-        grows |= most[half] > top[half] + slack;
-      }
+          for (int j = 0; j < keys / 8; ++j)
+            larger = __vimax3_s32(larger, __float_as_int(s[4 * j + 2 * half]),
+                                  __float_as_int(s[4 * j + 2 * half + 1]));
+          const float bound = top[half] + slack;
+          grows |= !(bound >= 0) || larger > __float_as_int(bound);
+        }
       grows = __any_sync(0xffffffffu, grows);
       factor[0] = factor[1] = 1;
       if (grows)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float now = fmaxf(top[half], most[half]);
+          float larger = s[2 * half];
+#pragma unroll
+          for (int j = 0; j < keys / 8; ++j)
+            larger = fmaxf(larger, fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
+          const float now = fmaxf(top[half], quad_max(larger));
           factor[half] = now == top[half] ? 1 : approximate_exp2((top[half] - now) * to_log2);
           top[half] = now;
           total[half] *= factor[half];

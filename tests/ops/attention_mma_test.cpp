@@ -49,6 +49,7 @@ struct Problem {
   Biases biases = {};
   Layout layout = Layout::heads_first;
   bool with_out = true, with_lse = true, deterministic = true;
+  std::function<Tensor(const Tensor&)> of_q = {}, of_k = {};  // made of random values, in f64
 };
 
 struct Operands {
@@ -59,11 +60,14 @@ struct Operands {
 Operands random_operands(const Problem& c, DType dtype) {
   static uint64_t seed = 17;
   Generator g(seed++);
-  const auto make = [&](int64_t h, int64_t n, int64_t d, double size) {
-    return randn({c.batch, h, n, d}, 0, size, f64, g).to(dtype).to(f64);
+  const auto make = [&](int64_t h, int64_t n, int64_t d, double size,
+                        const std::function<Tensor(const Tensor&)>& change = {}) {
+    const Tensor x = randn({c.batch, h, n, d}, 0, size, f64, g);
+    return (change ? change(x) : x).to(dtype).to(f64);
   };
-  return {make(c.heads, c.queries, c.width, c.size), make(c.kv_heads, c.keys, c.width, c.size),
-          make(c.kv_heads, c.keys, c.value_width, 1), make(c.heads, c.queries, c.value_width, 1),
+  return {make(c.heads, c.queries, c.width, c.size, c.of_q),
+          make(c.kv_heads, c.keys, c.width, c.size, c.of_k), make(c.kv_heads, c.keys, c.value_width, 1),
+          make(c.heads, c.queries, c.value_width, 1),
           randn({c.batch, c.heads, c.queries}, 0, 1, f32, g).to(f64)};
 }
 
@@ -396,6 +400,51 @@ TEST_P(CudaMma, Scales) {
   check_both({.name = "logits of 1e4", .size = 100});
 }
 
+// Weights are made against the largest scores of the blocks before, until one is much larger.
+TEST_P(CudaMma, ScoresThatGrow) {
+  const auto by_token = [](const std::function<double(double)>& factor) {
+    return [factor](const Tensor& x) {
+      Tensor y = x.contiguous().clone();
+      auto* const at = y.mutable_data<double>();
+      const int64_t tokens = x.size(2), width = x.size(3);
+      for (int64_t i = 0; i < y.numel(); ++i)
+        at[i] *= factor(static_cast<double>(i / width % tokens) / static_cast<double>(tokens));
+      return y;
+    };
+  };
+  const auto sign = [](double by) {
+    return [by](const Tensor& x) {
+      Tensor y = x.contiguous().clone();
+      auto* const at = y.mutable_data<double>();
+      for (int64_t i = 0; i < y.numel(); ++i) at[i] = by * (std::abs(at[i]) + 1);
+      return y;
+    };
+  };
+  const Mask late = Mask::from([](Query q, Key k) { return k.token >= q.token * 7 % 290; });
+  const Mask window = neighborhood({.grid = {5, 8, 8}, .window = {3}, .boundary = {wrap}});
+  for (int64_t width : {64, 128}) {
+    Problem c{.name = {}, .queries = 320, .keys = 320, .width = width, .value_width = width, .size = 2};
+    const auto check = [&](const std::string& what, DType dtype) {
+      for (const auto& [mask_name, mask] :
+           {std::pair<std::string, Mask>{"full", full()}, {"late keys", late}, {"window", window}}) {
+        c.name = what + ", " + mask_name + ", d " + std::to_string(width);
+        c.mask = mask;
+        check_case(c, dtype);
+      }
+    };
+    c.of_k = by_token([](double x) { return 41 - 40 * x; });
+    check("shrinking", bf16);
+    c.of_k = by_token([](double x) { return x < 0.5 ? 0 : 30; });
+    check("a jump", f16);
+    c.of_q = sign(1), c.of_k = sign(-1);
+    check("none positive", bf16);
+    c.of_q = {}, c.of_k = by_token([](double x) { return 1 + 40 * x; });
+    check("growing", f16);
+    c.heads = c.kv_heads = 44, c.mask = late;  // two tiles of queries share a block of threads
+    check_case(c, f16);
+  }
+}
+
 TEST_P(CudaMma, SoftcapAndDropout) {
   check_both({.name = "softcap", .mask = causal(), .scale = 1.0, .softcap = 5});
   check_both({.name = "dropout", .queries = 150, .keys = 150, .mask = causal(), .dropout = 0.3});
@@ -579,6 +628,48 @@ TEST_P(CudaMma, SectionsOfMatrices) {
       EXPECT_TRUE(x->slice(1, h, h + 1).to(cpu).contiguous().to_vector<double>() == first.to_vector<double>())
           << what << " of matrix " << h;
   }
+}
+
+// In order, turns are taken less often where there are many blocks of threads and most queries see most keys:
+// the order is the same.
+TEST_P(CudaMma, TurnsOfManyMatrices) {
+  for (int64_t width : {64, 128})
+    for (const auto& [name, mask] : {std::pair<std::string, Mask>{"full", full()},
+                                     {"causal", causal()},
+                                     {"documents", document({449, 151})},
+                                     {"a band is left out", Mask::from([](Query q, Key k) {
+                                        return k.token - q.token < 100 || k.token - q.token > 260;
+                                      })}}) {
+      SCOPED_TRACE(name + ", d " + std::to_string(width));
+      Problem c{.name = name,
+                .heads = 528,
+                .kv_heads = 264,
+                .queries = 600,
+                .keys = 600,
+                .width = width,
+                .value_width = width,
+                .mask = mask,
+                .layout = Layout::expanded,
+                .with_lse = false};
+      Operands o = random_operands(c, bf16);
+      const Results all = run(c, o, bf16, cuda, GetParam());
+      c.heads = 2, c.kv_heads = 1;
+      for (Tensor* x : {&o.q, &o.d_out}) *x = x->slice(1, 0, 2);
+      for (Tensor* x : {&o.k, &o.v}) *x = x->slice(1, 0, 1);
+      const Results few = run(c, o, bf16, cuda, GetParam());
+      for (const auto& [what, x, y] : {std::tuple{"out", &all.out, &few.out},
+                                       {"dq", &all.dq, &few.dq},
+                                       {"dk", &all.dk, &few.dk},
+                                       {"dv", &all.dv, &few.dv}}) {
+        const Tensor one = y->slice(1, 0, 1).to(cpu).contiguous();
+        const Tensor first = x->slice(1, 0, 1).to(cpu).contiguous();
+        EXPECT_LT(distance(first, one), 5e-3 * norm(one)) << what;
+        for (int64_t m : {int64_t{1}, x->size(1) / 2, x->size(1) - 1})
+          EXPECT_TRUE(x->slice(1, m, m + 1).to(cpu).contiguous().to_vector<double>() ==
+                      first.to_vector<double>())
+              << what << " of matrix " << m;
+      }
+    }
 }
 
 TEST_P(CudaMma, NoTokens) {

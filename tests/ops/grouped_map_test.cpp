@@ -62,6 +62,7 @@ void check(const Case& c, Side which, int group, int width) {
   std::vector<std::set<int32_t>> visitors(static_cast<size_t>((others + unit - 1) / unit));
   std::set<int32_t> tiles_there;
   std::set<int64_t> blocks_of_groups;
+  int64_t blocks_of_all = 0;
   for (int64_t g = 0; g < side.groups(); ++g) {
     ASSERT_LT(side.first[static_cast<size_t>(g)], side.first[static_cast<size_t>(g) + 1]);
     int64_t blocks_here = 0;
@@ -96,7 +97,7 @@ void check(const Case& c, Side which, int group, int width) {
           }
       }
     }
-    blocks_of_groups.insert(blocks_here);
+    blocks_of_groups.insert(blocks_here), blocks_of_all += blocks_here;
     for (int i = 0; i < group; ++i)
       if (const int32_t tile = side.tiles[static_cast<size_t>(g * group + i)]; tile >= 0) {
         EXPECT_TRUE(tiles_there.insert(tile).second);
@@ -104,6 +105,10 @@ void check(const Case& c, Side which, int group, int width) {
   }
   EXPECT_EQ(static_cast<int64_t>(tiles_there.size()), tiles.tiles);
   EXPECT_EQ(side.uniform, blocks_of_groups.size() == 1);
+  EXPECT_NEAR(side.density,
+              static_cast<double>(blocks_of_all) /
+                  static_cast<double>(std::max<int64_t>(1, side.groups() * ((others + unit - 1) / unit))),
+              1e-12);
   std::vector<int64_t> all(static_cast<size_t>(others));
   for (int64_t i = 0; i < others; ++i) all[static_cast<size_t>(i)] = i;
   int64_t wrong = 0;
