@@ -31,7 +31,7 @@ grep -qE -- "$only" <<< "" 2> /dev/null || [[ $? -eq 1 ]] || stop "--only is no 
 # Left out everywhere: they are about sizes that a sanitizer, hundreds of times slower, does not come to the end of;
 # others run the same kernels on fewer elements. And those whose point is that CUDA refuses an allocation: memcheck
 # reports each refusal.
-large='PassesTwoToThe|LargeCopies|AFullDevice|TooMuchIsOneLine|MoreMatricesThan|ManyMatrices'
+large='PassesTwoToThe|LargeCopies|AFullDevice|TooMuchIsOneLine|MoreMatricesThan|ManyMatrices|SectionsOfMatrices'
 # Left out but under memcheck: initcheck does not see what cuBLASLt's kernels for Hopper write by bulk copies, and reports
 # columns between rows that its others read and leave; under racecheck its products of measured algorithms fail.
 library='GeluOnTheWay|MlpOfManyRows|MeasurementChangesNoBit|CudaProduct.AgreesWithTheCpu|FusedCuda.CrossEntropy$'
