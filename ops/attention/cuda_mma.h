@@ -369,6 +369,13 @@ __device__ inline uint32_t columns_below(int count, int lane) {
   return left % 8 == 1 ? word | 0x5u << left / 8 * 4 : word;
 }
 
+/// Which of a lane's pairs of 16 owners and up to 64 others are allowed: bit 4 j + e is element e of
+/// accumulator j. `atom`: its words, see MapView::fragments; null: all pairs of the `count` others.
+__device__ inline uint32_t allowed_pairs(const uint32_t* atom, int32_t count, int rows_of_16, int lane) {
+  const uint32_t word = atom ? atom[32 * rows_of_16 + lane] : ~0u;
+  return count < tile_size ? word & columns_below(count, lane) : word;
+}
+
 /// Where bit 4 j + e of a word is 0, element e of accumulator j becomes `otherwise`.
 template <int columns>
 __device__ inline void keep_allowed(float (&s)[columns][4], uint32_t allowed, float otherwise) {
@@ -419,11 +426,10 @@ class TileBlocks {
     tokens_[i % 3][threadIdx.x] = found.token;
     if (threadIdx.x == 0) blocks_[i % 3].id = found.id;
   }
-  /// Which of a lane's pairs of 16 owners and block i are allowed: bit 4 j + e is element e of accumulator j.
+  /// Of 16 owners, see `allowed_pairs`; `fragments` are those of the block's map.
   __device__ uint32_t allowed(int i, const uint32_t* fragments, int rows_of_16, int lane) const {
     const Block& b = block(i);
-    const uint32_t word = b.id >= 0 ? fragments[int64_t{128} * b.id + 32 * rows_of_16 + lane] : ~0u;
-    return b.count < tile_size ? word & columns_below(b.count, lane) : word;
+    return allowed_pairs(b.id >= 0 ? fragments + int64_t{128} * b.id : nullptr, b.count, rows_of_16, lane);
   }
 
  private:
@@ -526,13 +532,6 @@ class PairWalk {
   }
   /// How many others there are at `p`, up to 64.
   __device__ int32_t count(Place p) const { return min(entry(p).count - p.offset, block_size); }
-  /// Which of a lane's pairs in 16 rows of a tile are allowed: bit 4 j + e is element e of accumulator j.
-  __device__ uint32_t allowed(Place p, int tile, int rows_of_16, int lane) const {
-    const uint32_t* const bits = entry(p).bits[tile];
-    const uint32_t word = bits ? bits[32 * rows_of_16 + lane] : ~0u;
-    const int32_t there = count(p);
-    return there < block_size ? word & columns_below(there, lane) : word;
-  }
 
  private:
   // What is left of a tile's visits: the rest of one, and those after it.
@@ -638,9 +637,9 @@ class QueuedBlocks {
   __device__ bool visits() const { return walk_.entry(at_).visits[tile_]; }
   /// Whether some pairs of a tile that visits the block are not allowed, or not there.
   __device__ bool masked() const { return walk_.entry(at_).bits[tile_] || count() < block_size; }
-  /// Of 16 rows of the tile, as TileBlocks::allowed.
+  /// Of 16 rows of the tile, see `allowed_pairs`.
   __device__ uint32_t allowed(int rows_of_16, int lane) const {
-    return walk_.allowed(at_, tile_, rows_of_16, lane);
+    return allowed_pairs(walk_.entry(at_).bits[tile_], count(), rows_of_16, lane);
   }
   __device__ void step() {
     at_ = walk_.after(at_);
@@ -674,8 +673,7 @@ class GroupedBlocks {
   __device__ bool visits() const { return id_ != torus::detail::GroupedSide::none; }
   __device__ bool masked() const { return id_ >= 0 || count() < block_size; }
   __device__ uint32_t allowed(int rows_of_16, int lane) const {
-    const uint32_t word = id_ >= 0 ? fragments_[int64_t{128} * id_ + 32 * rows_of_16 + lane] : ~0u;
-    return count() < block_size ? word & columns_below(count(), lane) : word;
+    return allowed_pairs(id_ >= 0 ? fragments_ + int64_t{128} * id_ : nullptr, count(), rows_of_16, lane);
   }
   __device__ void step() {
     first_ += block_size;

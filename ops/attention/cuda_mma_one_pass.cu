@@ -37,7 +37,7 @@ struct OnePassArguments {
   int width, value_width;
   bool packs, packs_out;
   float scale;
-  GroupedTable maps, units;  // units: by `unit` queries, for their last visitors
+  GroupedTable maps, units;  // units: by units of queries, for their last visitors
   Schedule schedule;
 };
 
